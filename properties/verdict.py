@@ -1,0 +1,107 @@
+"""Verdict: what a property says of a candidate on one case. Tally: what it says over many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ..oracle.case import Case, Presentation
+
+
+class Outcome(Enum):
+    HOLDS = "holds"
+    VIOLATED = "violated"
+    DECLINED = "declined"
+    VACUOUS = "vacuous"
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The element that came nearest to its bound, or passed it.
+
+    ``ratio`` is |got - exact| / allowed; ``parts`` are the named terms whose sum is ``allowed``.
+    ``got`` and ``exact`` are decimal strings (a double cannot hold the exact value).
+    """
+
+    output: str
+    index: tuple[int, ...]
+    got: str
+    exact: str
+    allowed: float
+    ratio: float
+    parts: tuple[tuple[str, float], ...] = ()
+
+
+#: what a violation is about: the same word must survive shrinking
+KINDS: tuple[str, ...] = ("shape", "dtype", "non-finite", "contract", "bound", "raised", "mutated", "missing", "died")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One property, one candidate, one case.
+
+    ``sentence`` is what a person reads: the violation, or why it was declined or vacuous; "" where
+    it holds. ``judged`` counts elements compared, ``worst`` is the worst of them (None for exact
+    contracts), ``median`` the median ratio, ``zeros`` counts judged elements where 0 would have
+    been accepted although the exact value is not 0.
+    """
+
+    outcome: Outcome
+    sentence: str = ""
+    kind: str | None = None
+    worst: Worst | None = None
+    judged: int = 0
+    median: float | None = None
+    zeros: int = 0
+
+    def __post_init__(self) -> None:
+        violated = self.outcome is Outcome.VIOLATED
+        if violated != (self.kind is not None) or (self.kind is not None and self.kind not in KINDS):
+            raise ValueError(f"a verdict that is {self.outcome.value} cannot have kind {self.kind!r}")
+        if (self.outcome is Outcome.HOLDS) == bool(self.sentence):
+            raise ValueError(f"a verdict that is {self.outcome.value} cannot have the sentence {self.sentence!r}")
+        if self.outcome is Outcome.HOLDS and self.judged == 0:
+            raise ValueError("a verdict cannot hold with nothing judged; it is vacuous")
+        if self.worst is not None and self.outcome is Outcome.HOLDS and not self.worst.ratio <= 1:
+            raise ValueError(f"a verdict cannot hold with a worst ratio of {self.worst.ratio}")
+        if self.outcome in (Outcome.DECLINED, Outcome.VACUOUS) and self.worst is not None:
+            raise ValueError(f"a verdict that is {self.outcome.value} judged nothing and has no worst element")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A violation, shrunk: the smallest case found, how it was presented, and its verdict.
+
+    ``first`` is the digest of the case that was drawn, ``seen`` how many of ``calls`` repeated
+    calls violated (a kernel may fail only sometimes).
+    """
+
+    case: Case
+    presentation: Presentation
+    verdict: Verdict
+    first: str
+    seen: int
+    calls: int
+
+
+@dataclass
+class Tally:
+    """A property of a candidate in one dtype, over all the cases drawn for it."""
+
+    candidate: str
+    property: str
+    dtype: str
+    examples: int = 0
+    judged: int = 0
+    declined: int = 0
+    vacuous: int = 0
+    known: int = 0
+    elements: int = 0
+    zeros: int = 0
+    worst: Worst | None = None
+    median: float | None = None  # of the worst ratio per case
+    offered: bool = True
+    reasons: dict[str, int] = field(default_factory=dict)  # declined or vacuous, by sentence
+    known_reasons: dict[str, int] = field(default_factory=dict)
+    failure: Failure | None = None
+    seconds: float = 0.0
