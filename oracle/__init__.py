@@ -1,0 +1,1 @@
+"""What is true: cases, the definition, certified enclosures, the ledger and the bounds."""

@@ -1,0 +1,1 @@
+"""What must hold: strategies, properties, the judge, replay."""
