@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..oracle.case import Case, Presentation
 from ..oracle.features import FEATURES
@@ -46,8 +46,9 @@ class Candidate:
     other exception is a violation.
 
     ``offers`` are the outputs it has at all, ``lacks`` the FEATURES it declines, each with the
-    reason that reports print. ``profiles`` gives its precision profile per dtype; a dtype without
-    one gets the default.
+    reason that reports print. ``takes_blocks``: it honours the block sizes of the presentation;
+    ``blocks`` are block sizes of its own, around which lengths are drawn. ``profiles`` gives its
+    precision profile per dtype; a dtype without one gets the default.
     """
 
     name: str
@@ -58,6 +59,8 @@ class Candidate:
     conventions: Conventions = field(default_factory=Conventions)
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     known: tuple[Known, ...] = ()
+    takes_blocks: bool = False
+    blocks: tuple[int, ...] = ()
     convention: str = "case"
     device: str = "cpu"
     about: str = ""
@@ -73,6 +76,9 @@ class Candidate:
                 if value not in accepted:
                     raise ValueError(f"candidate {self.name}: {name} holds {value!r}; accepted are {', '.join(accepted)}")
 
-    def profile(self, dtype: str) -> Profile:
-        """The arithmetic it declares for this storage dtype."""
-        return self.profiles.get(dtype) or default_profile(dtype)
+    def profile(self, dtype: str, presentation: Presentation | None = None) -> Profile:
+        """The arithmetic it declares for this storage dtype, with the key blocks it is given."""
+        profile = self.profiles.get(dtype) or default_profile(dtype)
+        if self.takes_blocks and presentation is not None and presentation.k_blocks is not None:
+            profile = replace(profile, key_block=min(presentation.k_blocks))
+        return profile

@@ -134,12 +134,16 @@ class Case:
         for name in ("k", "v", "do"):
             array = getattr(self, name)
             if array is not None:
-                _check(array.dtype == storage.dtype, f"{name} is {array.dtype} but q is {storage.name}; they must agree")
+                _check(
+                    array.dtype == storage.dtype, f"{name} is {array.dtype} but q is {storage.name}; they must agree"
+                )
         wide = self.wide_format
         for name in ("dlse", "alibi_slopes"):
             array = getattr(self, name)
             if array is not None:
-                _check(array.dtype == wide.dtype, f"{name} is {array.dtype}; with {storage.name} it must be {wide.name}")
+                _check(
+                    array.dtype == wide.dtype, f"{name} is {array.dtype}; with {storage.name} it must be {wide.name}"
+                )
         if self.mask is not None:
             _check(self.mask.dtype == np.bool_, f"mask is {self.mask.dtype}; it must be bool (True = visible)")
         if self.bias is not None:
@@ -183,7 +187,10 @@ class Case:
             ok = (
                 isinstance(self.window, (tuple, list))
                 and len(self.window) == 2
-                and all(w is None or (isinstance(w, (int, np.integer)) and not isinstance(w, bool) and w >= 0) for w in self.window)
+                and all(
+                    w is None or (isinstance(w, (int, np.integer)) and not isinstance(w, bool) and w >= 0)
+                    for w in self.window
+                )
             )
             _check(ok, f"window is {self.window!r}; it must be (left, right), each None or an integer >= 0")
             left, right = self.window

@@ -20,10 +20,13 @@ class Profile:
     ``u_tanh``       error of tanh: relative, or absolute where ``tanh_is_absolute``.
     ``lse``          format in which the log-sum-exp is stored.
     ``tiny``         below this a stored value may flush or lose digits.
-    ``u_prescale``   rounding of q or k pre-multiplied by the scale (0: scaled after the product).
+    ``u_prescale``   rounding of q and k pre-multiplied by the scale or its root, together (0: scaled
+                     after the product).
     ``u_bias``       rounding of the bias by the kernel or its adapter.
     ``chain``        None: sums may run in any order, error n u. A block length b: at most b + n / b
                      roundings in a chain. 0: pairwise, log2 n.
+    ``key_block``    fewest keys that are taken in one step of the online softmax (the last step of
+                     a row may be shorter); each further step may rescale what was summed so far.
     ``grads_in_storage``  None, or (query block, key block): dQ is accumulated in the storage format
                      after each key block, dK and dV after each query block and query head.
     ``ds_scaled_first``   dS is multiplied by the scale before it is rounded.
@@ -41,6 +44,7 @@ class Profile:
     u_prescale: float = 0.0
     u_bias: float = 0.0
     chain: int | None = None
+    key_block: int = 1
     grads_in_storage: tuple[int, int] | None = None
     ds_scaled_first: bool = False
 
@@ -68,7 +72,7 @@ def default_profile(dtype: str) -> Profile:
 
 
 EMPTY_ROWS: tuple[str, ...] = ("zero", "nan", "mean", "rejects")
-EMPTY_LSE: tuple[str, ...] = ("-inf", "+inf", "nan")
+EMPTY_LSE: tuple[str, ...] = ("-inf", "+inf", "nan", "0")
 LSE_BASES: tuple[str, ...] = ("e", "2")
 
 

@@ -42,8 +42,8 @@ class Verdict:
 
     ``sentence`` is what a person reads: the violation, or why it was declined or vacuous; "" where
     it holds. ``judged`` counts elements compared, ``worst`` is the worst of them (None for exact
-    contracts), ``median`` the median ratio, ``zeros`` counts judged elements where 0 would have
-    been accepted although the exact value is not 0.
+    contracts), ``median`` the median ratio. ``at_stake`` counts the judged elements whose exact value
+    is not 0 (nor below what the format resolves), ``zeros`` those of them where 0 would have passed.
     """
 
     outcome: Outcome
@@ -52,6 +52,7 @@ class Verdict:
     worst: Worst | None = None
     judged: int = 0
     median: float | None = None
+    at_stake: int = 0
     zeros: int = 0
 
     def __post_init__(self) -> None:
@@ -86,7 +87,12 @@ class Failure:
 
 @dataclass
 class Tally:
-    """A property of a candidate in one dtype, over all the cases drawn for it."""
+    """A property of a candidate in one dtype, over all the cases drawn for it.
+
+    ``judged``, ``declined``, ``vacuous`` and ``known`` count cases; ``elements``, ``at_stake`` and
+    ``zeros`` add up the verdicts' counts. ``offered`` is False where the candidate has no such
+    output at all.
+    """
 
     candidate: str
     property: str
@@ -97,7 +103,9 @@ class Tally:
     vacuous: int = 0
     known: int = 0
     elements: int = 0
+    at_stake: int = 0
     zeros: int = 0
+    checked_twice: int = 0  # cases whose oracle answer was also computed by the definition
     worst: Worst | None = None
     median: float | None = None  # of the worst ratio per case
     offered: bool = True

@@ -1,0 +1,253 @@
+"""Make a failing case small: delta debugging on the case itself.
+
+Hypothesis shrinks the choices that drew a case; here the case is what is shrunk, axis by axis and
+number by number, so a case from anywhere (a draw, a file, somebody's model) comes out as small. A
+step is kept when the case still fails in the same way and is simpler by ``cost``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..oracle.case import Case, CaseError, Presentation
+
+Array = np.ndarray
+Pair = tuple[Case, Presentation]
+
+ARRAYS = ("q", "k", "v", "do", "dlse", "bias", "alibi_slopes")
+OPTIONS = ("alibi_slopes", "softcap", "bias", "mask", "window", "causal", "k_lengths", "q_lengths", "dlse", "scale")
+
+#: arrays with more elements than this are simplified as a whole, not number by number
+ELEMENTWISE = 48
+
+
+def reduce(case: Case, presentation: Presentation, fails: Callable[[Case, Presentation], bool], limit: int = 800) -> Pair:
+    """The smallest case found that still fails, at most ``limit`` calls of ``fails`` later."""
+    best: Pair = (case, presentation)
+    lowest, calls = cost(*best), 0
+    met = {(case.digest, presentation)}
+    improved = True
+    while improved:
+        improved = False
+        for shrink in (_entries, _heads, _options, _keys, _queries, _channels, _presented, _whole_arrays, _numbers):
+            going = True
+            while going:
+                going = False
+                for candidate in _valid(shrink, best):
+                    weight = cost(*candidate)
+                    if weight >= lowest or (candidate[0].digest, candidate[1]) in met:
+                        continue
+                    met.add((candidate[0].digest, candidate[1]))
+                    calls += 1
+                    if calls > limit:
+                        return best
+                    if fails(*candidate):
+                        best, lowest, going, improved = candidate, weight, True, True
+                        break
+    return best
+
+
+def cost(case: Case, presentation: Presentation) -> tuple[int, int, int]:
+    """What "simpler" means: fewer numbers, then fewer options, then simpler numbers."""
+    b, hq, hk, sq, sk, d, dv = case.shape
+    elements = b * (hq * sq * (d + dv) + hk * sk * (d + dv)) + 3 * (hq - 1) + sq + 3 * sk
+    options = sum(getattr(case, name) is not None for name in OPTIONS)
+    options += sum(x is not None for x in (presentation.q_blocks, presentation.k_blocks)) + (presentation.route != "flags")
+    options += sum(len(x) for x in (presentation.q_blocks, presentation.k_blocks) if x is not None)
+    numbers = sum(_array_cost(getattr(case, name)) for name in ARRAYS)
+    if case.mask is not None:
+        numbers += int((~case.mask).sum()) + case.mask.ndim
+    if case.bias is not None:
+        numbers += case.bias.ndim
+    return elements, options, numbers
+
+
+def _array_cost(array: Array | None) -> int:
+    """0 for 0, 1 for 1, 2 for other small integers, more for numbers with more bits."""
+    if array is None or array.size == 0:
+        return 0
+    wide = np.abs(array.astype(np.float64))
+    finite = np.where(np.isfinite(wide), wide, 0.0)
+    mantissa, exponent = np.frexp(finite)
+    bits = np.zeros(wide.shape)
+    for n in (1, 2, 4, 8, 16, 24):
+        bits += np.round(mantissa * 2.0**n) != mantissa * 2.0**n
+    costs = np.select([finite == 0, finite == 1, (finite <= 9) & (finite % 1 == 0)], [0, 2, 3], 4 + 2 * bits)
+    costs = costs + (finite > 9) * np.minimum(np.abs(exponent), 40) / 10 + ((array < 0) & (finite > 0))
+    return int(np.ceil(costs.sum()))
+
+
+def _valid(shrink: Callable[[Case, Presentation], Iterator[dict[str, Any]]], pair: Pair) -> Iterator[Pair]:
+    """The well-posed cases among what a step proposes; {"route": ...} and blocks go to the presentation."""
+    case, presentation = pair
+    for changes in shrink(case, presentation):
+        shown = {name: changes.pop(name) for name in ("route", "q_blocks", "k_blocks") if name in changes}
+        try:
+            yield replace(case, **changes), replace(presentation, **shown)
+        except (CaseError, ValueError):
+            continue  # e.g. a softcap of 0: not a problem that could be posed
+
+
+# -- fewer entries, heads, keys, queries, channels --------------------------------------------------
+
+
+def _take(case: Case, axis: int, keep: Any) -> dict[str, Array | None]:
+    """mask and bias with ``keep`` taken of one of their four axes."""
+    out: dict[str, Array | None] = {}
+    for name in ("mask", "bias"):
+        array = getattr(case, name)
+        if array is not None:
+            full = array.reshape((1,) * (4 - array.ndim) + array.shape)
+            if full.shape[axis] > 1:
+                full = np.take(full, keep, axis=axis)
+            out[name] = full.reshape(full.shape[4 - array.ndim :])
+    return out
+
+
+def _entries(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
+    b = case.q.shape[0]
+    if b <= 1:
+        return
+    for n in range(b):
+        changes: dict[str, Any] = {name: _maybe(getattr(case, name), [n], 0) for name in ("q", "k", "v", "do", "dlse")}
+        changes |= _take(case, 0, [n])
+        for name in ("q_lengths", "k_lengths"):
+            lengths = getattr(case, name)
+            changes[name] = None if lengths is None else (lengths[n],)
+        if case.alibi_slopes is not None and case.alibi_slopes.ndim == 2:
+            changes["alibi_slopes"] = case.alibi_slopes[[n]]
+        yield changes
+
+
+def _heads(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
+    """One key head with its group; then fewer query heads of the group."""
+    hq, hk = case.q.shape[1], case.k.shape[1]
+    group = case.group
+    choices: list[tuple[list[int], list[int]]] = []
+    if hk > 1:
+        choices += [([g], list(range(g * group, (g + 1) * group))) for g in range(hk)]
+        choices += [(list(range(hk)), [g * group + n for g in range(hk)]) for n in range(group) if group > 1]
+        if hk > 2:
+            choices += [([g, g + 1], list(range(g * group, (g + 2) * group))) for g in range(hk - 1)]
+    elif hq > 1:
+        choices += [([0], [h]) for h in range(hq)]
+        choices += [([0], [h, h + 1]) for h in range(hq - 1) if hq > 2]
+    for keys, queries in choices:
+        changes: dict[str, Any] = {name: _maybe(getattr(case, name), queries, 1) for name in ("q", "do", "dlse")}
+        changes |= {name: getattr(case, name)[:, keys] for name in ("k", "v")}
+        changes |= _take(case, 1, queries)
+        if case.alibi_slopes is not None:
+            changes["alibi_slopes"] = case.alibi_slopes[..., queries]
+        yield changes
+
+
+def _maybe(array: Array | None, keep: list[int], axis: int) -> Array | None:
+    return None if array is None else np.take(array, keep, axis=axis)
+
+
+def _subsets(n: int) -> Iterator[list[int]]:
+    """Ever smaller cuts of range(n): one, halves, quarters, and all but one."""
+    if n <= 1:
+        return
+    indices = list(range(n))
+    for k in sorted({0, n - 1}):
+        yield [k]
+    size = n // 2
+    while size >= 1:
+        for start in range(0, n, size):
+            kept = indices[:start] + indices[start + size :]
+            if kept:
+                yield kept
+        size //= 2
+
+
+def _keys(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
+    for keep in _subsets(case.k.shape[2]):
+        lengths = case.k_lengths
+        changes: dict[str, Any] = {"k": case.k[:, :, keep], "v": case.v[:, :, keep], **_take(case, 3, keep)}
+        if lengths is not None:
+            changes["k_lengths"] = tuple(sum(j < n for j in keep) for n in lengths)
+        yield changes
+
+
+def _queries(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
+    for keep in _subsets(case.q.shape[2]):
+        changes: dict[str, Any] = {name: _maybe(getattr(case, name), keep, 2) for name in ("q", "do", "dlse")}
+        changes |= _take(case, 2, keep)
+        if case.q_lengths is not None:
+            changes["q_lengths"] = tuple(sum(i < n for i in keep) for n in case.q_lengths)
+        yield changes
+
+
+def _channels(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
+    for keep in _subsets(case.q.shape[3]):
+        yield {"q": case.q[..., keep], "k": case.k[..., keep]}
+    for keep in _subsets(case.v.shape[3]):
+        yield {"v": case.v[..., keep], "do": None if case.do is None else case.do[..., keep]}
+
+
+# -- fewer options, simpler presentation ------------------------------------------------------------
+
+
+def _options(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
+    for name in OPTIONS:
+        if getattr(case, name) is not None:
+            yield {name: None}
+    for name in ("mask", "bias"):
+        array = getattr(case, name)
+        if array is not None and array.ndim > 1:
+            yield {name: array[0]}
+
+
+def _presented(case: Case, presentation: Presentation) -> Iterator[dict[str, Any]]:
+    if presentation.route != "flags":
+        yield {"route": "flags"}
+    for name in ("q_blocks", "k_blocks"):
+        blocks = getattr(presentation, name)
+        if blocks is not None:
+            yield {name: None}
+            yield from ({name: (n,)} for n in sorted(set(blocks)) if len(blocks) > 1)
+
+
+# -- simpler numbers --------------------------------------------------------------------------------
+
+
+def _whole_arrays(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
+    for name in ARRAYS:
+        array = getattr(case, name)
+        if array is None or array.size == 0:
+            continue
+        wide = array.astype(np.float64)
+        for simpler in (wide * 0, wide * 0 + 1, np.sign(wide), np.round(wide), _rounded(wide, 2), _rounded(wide, 5)):
+            yield {name: np.where(np.isfinite(wide), simpler, wide).astype(array.dtype)}
+    if case.mask is not None:
+        yield {"mask": np.ones_like(case.mask)}
+
+
+def _numbers(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
+    for name in (*ARRAYS, "mask"):
+        array = getattr(case, name)
+        if array is None or array.size > ELEMENTWISE:
+            continue
+        for at in np.ndindex(array.shape):
+            x = array[at].astype(np.float64)
+            if name == "mask":
+                choices: list[Any] = [] if array[at] else [True]
+            elif not np.isfinite(x):
+                choices = [0.0]
+            else:
+                choices = [c for c in (0.0, 1.0, -1.0, np.round(x), _rounded(x, 1), _rounded(x, 2)) if c != x]
+            for choice in choices:
+                changed = array.copy()
+                changed[at] = choice
+                yield {name: changed}
+
+
+def _rounded(x: Any, bits: int) -> Any:
+    """x to this many significant bits."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.round(mantissa * 2.0**bits) / 2.0**bits, exponent)

@@ -1,0 +1,436 @@
+"""Hypothesis strategies for cases: small and nasty first.
+
+Hypothesis chooses the structure: shapes around block edges, masks by structure, score patterns,
+value laws, features, presentation; every axis combines with every other. The numbers themselves
+come from a generator seeded by one drawn integer, so that large arrays stay cheap; a failing case
+is then made small on the case itself (``reduce``), where every number can be simplified.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ..oracle.case import Case, Presentation
+from ..oracle.formats import FORMATS, Format
+
+Array = np.ndarray
+Draw = Callable[..., Any]
+
+#: pairs (times batch and heads) of a case, by size class, small ones far more often
+SIZES: tuple[int, ...] = (12, 12, 12, 12, 40, 40, 40, 160, 160, 600)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the draws are for.
+
+    ``needs`` must be in every case ("backward", "dlse", "bias", "empty-row"), ``avoid`` are
+    FEATURES that must not be; ``blocks`` are kernel block sizes around whose multiples lengths are
+    drawn, in addition to small ones; ``takes_blocks``: draw block sizes for the presentation.
+    """
+
+    dtype: str
+    needs: frozenset[str] = frozenset()
+    avoid: frozenset[str] = frozenset()
+    blocks: tuple[int, ...] = ()
+    takes_blocks: bool = False
+
+
+@st.composite
+def cases(draw: Draw, plan: Plan) -> tuple[Case, Presentation]:
+    """A case and a presentation for ``plan``.
+
+    Shrinks towards one batch entry, one head, one query, one key, D = Dv = 1, no features.
+    """
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed of the numbers"))
+    fmt = FORMATS[plan.dtype]
+    b, hq, hk, sq, sk, d, dv = draw(shapes(plan))
+    lengths = draw(_lengths(plan, b, sq, sk))
+    scale = draw(_scales(plan, d))
+    q, k = draw(_queries_and_keys(fmt, rng, (b, hq, hk, sq, sk, d), scale))
+    v = draw(_values(fmt, rng, (b, hk, sk, dv)))
+    wide = FORMATS["float64" if plan.dtype == "float64" else "float32"]
+    backward = "backward" in plan.needs or ("backward" not in plan.avoid and draw(st.booleans(), label="backward"))
+    do = draw(_upstream(fmt, rng, (b, hq, sq, dv))) if backward else None
+    dlse = draw(_upstream(wide, rng, (b, hq, sq))) if "dlse" in plan.needs else None
+    causal, window = draw(_causal_and_window(plan, sq, sk, lengths))
+    visibility = draw(_masks(plan, rng, fmt, wide, (b, hq, hk, sq, sk)))
+    slopes = None
+    if "alibi" not in plan.avoid and draw(_one_in(8), label="alibi"):
+        shape = draw(st.sampled_from([(hq,), (b, hq)]), label="shape of the slopes")
+        slopes = (rng.integers(1, 9, size=shape) / 8.0 * rng.choice([1.0, 1.0, -1.0], size=shape)).astype(wide.dtype)
+    softcap = None
+    if "softcap" not in plan.avoid and draw(_one_in(5), label="softcap"):
+        softcap = draw(st.sampled_from([2.0, 0.5, 10.0, 30.0]), label="cap")
+    case = Case(
+        q=q,
+        k=k,
+        v=v,
+        do=do,
+        dlse=dlse,
+        scale=scale,
+        softcap=softcap,
+        causal=causal,
+        window=window,
+        alibi_slopes=slopes,
+        q_lengths=lengths[0],
+        k_lengths=lengths[1],
+        **visibility,
+    )
+    return case, draw(presentations(plan, case))
+
+
+@st.composite
+def shapes(draw: Draw, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
+    """(B, Hq, Hk, Sq, Sk, D, Dv) within a size class. Shrinks towards all ones."""
+    budget = draw(st.sampled_from(SIZES), label="size class")
+    b = draw(st.sampled_from([1, 1, 1, 2]), label="B")
+    hk = draw(st.sampled_from([1, 1, 1, 2, 3]), label="Hk")
+    group = 1 if "gqa" in plan.avoid else draw(st.sampled_from([1, 1, 2, 3]), label="query heads per key head")
+    if budget <= 12:
+        # the smallest cases spend their pairs on keys, not on heads
+        b, hk, group = draw(st.sampled_from([(1, 1, 1), (b, hk, group)]), label="heads")
+    edges = _edges(plan, budget)
+    sq = draw(st.sampled_from(edges), label="Sq")
+    sk = draw(st.sampled_from(edges), label="Sk")
+    while b * hk * group * sq * sk > 2 * budget and max(b * hk * group, sq) > 1:
+        # too many pairs: give up batch, heads and then queries, in that order
+        if b > 1:
+            b = 1
+        elif group > 1 and hk > 1:
+            hk = 1
+        elif sq > 4:
+            sq = max(1, sq // 4)
+        elif group > 1:
+            group = 1
+        elif hk > 1:
+            hk = 1
+        else:
+            sq = 1
+    if "zero-size" not in plan.avoid and "empty-row" not in plan.needs and draw(_one_in(40), label="zero size"):
+        axis = draw(st.sampled_from(["Sk", "Sq", "B"]), label="axis")
+        b, sq, sk = (0 if axis == "B" else b), (0 if axis == "Sq" else sq), (0 if axis == "Sk" else sk)
+    d = draw(st.sampled_from([1, 1, 2, 3, 4, 5, 8, 16] if budget < 600 else [4, 16, 33, 64]), label="D")
+    dv = d
+    if "dv!=d" not in plan.avoid:
+        dv = draw(st.sampled_from([d, d, 1, 2, 3, 5]), label="Dv")
+    return b, hk * group, hk, sq, sk, d, dv
+
+
+def _edges(plan: Plan, budget: int) -> list[int]:
+    """Lengths at and beside block edges that fit the size class."""
+    edges: list[int] = [1, 2, 3, 4, 5]
+    for block in (4, 8, 16, *plan.blocks):
+        edges += [n for n in (block - 1, block, block + 1, 2 * block - 1, 2 * block + 1, 3 * block) if n > 0]
+    # one axis may be as long as the budget, with a single query or key on the other
+    longest = max(5, budget // 2, *(n for n in (block + block // 2 for block in plan.blocks) if budget >= 600))
+    return [n for n in edges if n <= longest]
+
+
+def _one_in(n: int) -> st.SearchStrategy[bool]:
+    """True once in n draws; shrinks towards False."""
+    return st.sampled_from([False] * (n - 1) + [True])
+
+
+@st.composite
+def _lengths(
+    draw: Draw, plan: Plan, b: int, sq: int, sk: int
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    if "lengths" in plan.avoid or b == 0 or not draw(_one_in(5), label="ragged lengths"):
+        return None, None
+    least = 0 if "empty-row" not in plan.avoid else min(1, sk)
+    queries = tuple(draw(st.integers(0, sq), label="query length") for _ in range(b))
+    keys = tuple(draw(st.integers(least, sk), label="key length") for _ in range(b))
+    which = draw(st.sampled_from(["keys", "queries", "both"]), label="ragged")
+    return (None if which == "keys" else queries), (None if which == "queries" else keys)
+
+
+@st.composite
+def _scales(draw: Draw, plan: Plan, d: int) -> float | None:
+    if "scale" in plan.avoid:
+        return None
+    choices: list[float | None] = [None, None, None, 1.0, 0.5, 0.125, float(np.float32(d**-0.5)), 2.0]
+    if "scale<=0" not in plan.avoid:
+        choices += [0.0, -1.0]
+    return draw(st.sampled_from(choices), label="scale")  # type: ignore[no-any-return]
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+SCORE_LAWS: tuple[str, ...] = (
+    "normal",
+    "small integers",
+    "ascending",
+    "descending",
+    "one large, last",
+    "repeated maxima",
+    "all equal",
+    "outlier channels",
+    "correlated keys",
+    "zero",
+)
+
+
+@st.composite
+def _queries_and_keys(
+    draw: Draw, fmt: Format, rng: np.random.Generator, shape: tuple[int, ...], scale: float | None
+) -> tuple[Array, Array]:
+    """Queries and keys with designed scores: channel 0 carries the design, the others noise.
+
+    A shift far down or up is added to all scores of a row through the same channel.
+    """
+    b, hq, hk, sq, sk, d = shape
+    law = draw(st.sampled_from(SCORE_LAWS), label="scores")
+    q, k = rng.standard_normal((b, hq, sq, d)), rng.standard_normal((b, hk, sk, d))
+    if law == "small integers":
+        q, k = (np.round(1.5 * x) for x in (q, k))
+    elif law == "outlier channels":
+        channel = rng.integers(0, d)
+        q[..., channel] *= 8
+        k[..., channel] *= 4
+    elif law == "correlated keys":
+        k = k[:, :, :1] + 0.1 * k
+    elif law == "zero":
+        q, k = np.zeros_like(q), k
+    elif law != "normal":
+        noise = draw(st.sampled_from([0.0, 0.25]), label="noise in the other channels")
+        q, k = q * noise, k * noise
+        step = draw(st.sampled_from([1.0, 3.0, 5.0, 20.0]), label="step between scores")
+        q[..., 0] = 1.0
+        k[..., 0] = _pattern(law, sk, step, rng) / _factor(scale, d)
+    shift = draw(st.sampled_from([0.0] * 7 + [-100.0, -6e4, 100.0, -1e5]), label="shift of all scores")
+    if shift and (law not in ("normal", "zero") or d > 1):
+        # a channel that is the same for all keys moves every score of a row by the shift
+        at = 0 if d == 1 else d - 1
+        size = math.sqrt(abs(shift) / abs(_factor(scale, d)))
+        if d == 1:
+            k = k + (math.copysign(abs(shift), shift) / _factor(scale, d))
+        else:
+            q[..., at], k[..., at] = size, math.copysign(size, shift * _factor(scale, d))
+    magnitude = draw(st.sampled_from([1.0] * 10 + [1e-3, 30.0, 1e15, 1e-20]), label="magnitude")
+    return _to(fmt, q * magnitude), _to(fmt, k * (magnitude if magnitude < 1e10 else 1.0))
+
+
+def _factor(scale: float | None, d: int) -> float:
+    """What a product must be divided by to become the wanted score; 1 where the scale is 0."""
+    return d**-0.5 if scale is None else (scale or 1.0)
+
+
+def _pattern(law: str, n: int, step: float, rng: np.random.Generator) -> Array:
+    ramp = np.arange(n) * step
+    if law == "ascending":
+        return ramp
+    if law == "descending":
+        return ramp[::-1].copy()
+    if law == "one large, last":
+        return np.where(np.arange(n) == n - 1, 4 * step, 0.0)
+    if law == "repeated maxima":
+        return step * rng.integers(0, 2, size=n).astype(np.float64)
+    return np.full(n, step)
+
+
+VALUE_LAWS: tuple[str, ...] = (
+    "normal",
+    "small integers",
+    "one per key",
+    "all one",
+    "cancelling",
+    "large",
+    "tiny",
+    "outlier",
+)
+
+
+@st.composite
+def _values(draw: Draw, fmt: Format, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Values. "one per key" tells keys apart, "cancelling" makes sums small beside their terms."""
+    law = draw(st.sampled_from(VALUE_LAWS[:4] * 3 + VALUE_LAWS), label="values")
+    x = rng.standard_normal(shape)
+    if law == "small integers":
+        x = np.round(2 * x)
+    elif law == "one per key":
+        x = np.broadcast_to(np.arange(1.0, shape[2] + 1)[:, None], shape) + np.zeros(shape)
+    elif law == "all one":
+        x = np.ones(shape)
+    elif law == "cancelling":
+        x = np.where(np.arange(shape[2])[:, None] % 2 == 0, 1.0, -1.0) * (4 + 0.1 * x)
+    elif law == "large":
+        x = x * min(1e4, fmt.max / 100)
+    elif law == "tiny":
+        x = x * fmt.tiny * 4
+    elif law == "outlier":
+        x = np.where(rng.random(shape) < 0.1, 100 * x, x)
+    return _to(fmt, x)
+
+
+@st.composite
+def _upstream(draw: Draw, fmt: Format, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Upstream gradients: dense, integers, one-hot, with rows of zeros, large."""
+    law = draw(
+        st.sampled_from(["normal", "normal", "small integers", "ones", "one-hot", "zero rows", "large"]),
+        label="upstream gradient",
+    )
+    x = rng.standard_normal(shape)
+    if law == "small integers":
+        x = np.round(2 * x)
+    elif law == "ones":
+        x = np.ones(shape)
+    elif law == "one-hot" and x.size:
+        flat = np.zeros(x.size)
+        flat[rng.integers(0, x.size)] = 1
+        x = flat.reshape(shape)
+    elif law == "zero rows":
+        rows = rng.random(shape[:3]) < 0.5
+        x = np.where(rows.reshape(rows.shape + (1,) * (len(shape) - 3)), 0.0, x)
+    elif law == "large":
+        x = x * 100
+    return _to(fmt, x)
+
+
+def _to(fmt: Format, x: Array) -> Array:
+    """Rounded to the format. Numbers beyond its range become numbers near its end, with their sign:
+    an input must be finite, and the end of the range is worth drawing."""
+    with np.errstate(over="ignore"):
+        stored = x.astype(fmt.dtype)
+    beyond = ~np.isfinite(stored.astype(np.float64))
+    if beyond.any():
+        stored = np.where(beyond, np.copysign(fmt.max / 4, x).astype(fmt.dtype), stored)
+    return stored
+
+
+# -- what hides ------------------------------------------------------------------------------------
+
+
+@st.composite
+def _causal_and_window(
+    draw: Draw, plan: Plan, sq: int, sk: int, lengths: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+) -> tuple[Any, tuple[int | None, int | None] | None]:
+    square = sq == sk and lengths == (None, None)
+    choices: list[str | None] = [None, None, None]
+    for alignment in ("top-left", "bottom-right"):
+        # a ragged batch may hold square and other entries alike
+        if ("causal-square" if square else f"causal-{alignment}") in plan.avoid:
+            continue
+        if not square and "causal-square" in plan.avoid:
+            continue
+        if "empty-row" in plan.avoid and alignment == "bottom-right" and (sq > sk or lengths != (None, None)):
+            continue
+        choices.append(alignment)
+    causal = draw(st.sampled_from(choices), label="causal")
+    window = None
+    if "window" not in plan.avoid and "empty-row" not in plan.avoid and draw(_one_in(6), label="window"):
+        sides = st.sampled_from([None, 0, 1, 2, 3, max(sk // 2, 1)])
+        window = (draw(sides, label="left"), draw(sides, label="right"))
+    return causal, window
+
+
+MASKS: tuple[str, ...] = (
+    "random",
+    "first keys hidden",
+    "last keys hidden",
+    "one visible key",
+    "tail only",
+    "rows empty",
+    "all hidden",
+    "key padding",
+)
+
+
+@st.composite
+def _masks(
+    draw: Draw, plan: Plan, rng: np.random.Generator, fmt: Format, wide: Format, shape: tuple[int, ...]
+) -> dict[str, Array | None]:
+    """mask and bias: broadcast shapes on purpose, hidden keys by structure."""
+    b, hq, _, sq, sk = shape
+    kinds = ["none", "none"]
+    if "mask" not in plan.avoid:
+        kinds.append("mask")
+    if "bias" not in plan.avoid:
+        kinds += ["bias", "bias with -inf"]
+        if "mask" not in plan.avoid:
+            kinds.append("both")
+    if "bias" in plan.needs:
+        kinds = [k for k in kinds if k not in ("none", "mask")]
+    if "empty-row" in plan.needs:
+        kinds = [k for k in kinds if k in ("mask", "bias with -inf", "both")] or kinds
+    kind = draw(st.sampled_from(kinds), label="mask or bias")
+    out: dict[str, Array | None] = {"mask": None, "bias": None}
+    if kind in ("mask", "both"):
+        out["mask"] = draw(_visible(plan, rng, _broadcast(draw, (b, hq, sq, sk))))
+    if kind in ("bias", "bias with -inf", "both"):
+        full = _broadcast(draw, (b, hq, sq, sk))
+        stored = draw(st.sampled_from([fmt, wide]), label="bias format")
+        law = draw(st.sampled_from(["normal", "integers", "large", "zero"]), label="bias")
+        x = rng.standard_normal(full) * {"normal": 1.0, "integers": 2.0, "large": 50.0, "zero": 0.0}[law]
+        if law == "integers":
+            x = np.round(x)
+        bias = _to(stored, x)
+        if kind == "bias with -inf":
+            seen = draw(_visible(plan, rng, full))
+            bias = np.where(seen, bias, np.array(-np.inf, dtype=bias.dtype))
+        out["bias"] = bias
+    return out
+
+
+def _broadcast(draw: Draw, full: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape that broadcasts to [B, Hq, Sq, Sk]: some axes 1, leading ones perhaps left out."""
+    axes = draw(
+        st.sampled_from(["1111", "0011", "1011", "0111", "1001", "0001", "0010", "1010"]), label="axes of the mask"
+    )
+    shape = tuple(n if keep == "1" else 1 for n, keep in zip(full, axes, strict=True))
+    if draw(st.booleans(), label="leave out leading ones"):
+        while len(shape) > 1 and shape[0] == 1:
+            shape = shape[1:]
+    return shape
+
+
+@st.composite
+def _visible(draw: Draw, plan: Plan, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    structures = list(MASKS)
+    if "empty-row" in plan.needs:
+        structures = ["rows empty", "rows empty", "all hidden"]
+    elif "empty-row" in plan.avoid:
+        structures = [m for m in structures if m not in ("rows empty", "all hidden", "random")]
+    structure = draw(st.sampled_from(structures), label="hidden keys")
+    sk = shape[-1]
+    column = np.arange(sk)
+    cut = int(rng.integers(0, max(sk, 1)))
+    seen = np.ones(shape, dtype=bool)
+    if structure == "random":
+        seen = rng.random(shape) < rng.choice([0.3, 0.7, 0.9])
+    elif structure == "first keys hidden":
+        seen &= column >= cut
+    elif structure in ("last keys hidden", "key padding"):
+        seen &= column <= cut
+    elif structure == "one visible key":
+        seen &= column == cut
+    elif structure == "tail only":
+        seen &= column >= sk - 1
+    elif structure == "all hidden":
+        seen &= False
+    elif len(shape) > 1 and shape[-2] > 1:
+        seen &= (rng.random((*shape[:-1], 1)) < 0.6) & (rng.random(shape) < 0.9)
+    else:
+        seen &= False
+    return seen
+
+
+@st.composite
+def presentations(draw: Draw, plan: Plan, case: Case) -> Presentation:
+    """Route, and block sizes where the kernel takes them: ragged, smaller and larger than the axis."""
+    route = "flags"
+    if case.causal is not None or case.window is not None:
+        route = draw(st.sampled_from(["flags", "flags", "mask"]), label="route")
+    if not plan.takes_blocks:
+        return Presentation(route=route)
+    sizes = st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 16]), min_size=1, max_size=3).map(tuple)
+    blocks = st.one_of(st.none(), sizes)
+    return Presentation(
+        route=route, q_blocks=draw(blocks, label="query blocks"), k_blocks=draw(blocks, label="key blocks")
+    )
