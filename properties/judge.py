@@ -109,6 +109,7 @@ def judge(
 
     # Rows that see no key: what the candidate declares, exactly.
     contract = bound.must_be_zero & elements & ~bound.overflow
+    declared = np.zeros_like(elements)
     if output in ("o", "lse", "dq"):
         empty = empty_elements(case, output)
         live = live & ~empty
@@ -116,6 +117,7 @@ def judge(
             wrong = _judge_empty(case, output, got, wide, empty & ~bound.overflow, conventions, profile)
             if wrong is not None:
                 return wrong
+            declared = empty & ~bound.overflow
             contract = contract & ~empty
     if conventions.empty_row != "zero" and output in GRADIENTS_OVER_ROWS:
         # a NaN or a mean in an empty row reaches the gradients; what they hold there is not judged
@@ -134,7 +136,7 @@ def judge(
     bad = contract & (wide != 0)
     if bad.any():
         return _contract(output, got, bad)
-    return _judge_ratio(output, got, wide, truth, bound, live, int((contract | inf_is_right).sum()))
+    return _judge_ratio(output, got, wide, truth, bound, live, int((contract | inf_is_right | declared).sum()))
 
 
 GRADIENTS_OVER_ROWS = ("dq", "dk", "dv", "dbias")
@@ -158,7 +160,7 @@ def _judge_ratio(
     if most[at] > 1:
         at = np.unravel_index(int(np.argmax(least)), least.shape)
     worst = _worst(output, got, truth, bound, at, float(most[at]))
-    stakes = live & ~bound.structural & (truth.hi != 0)
+    stakes = live & ~bound.structural & (np.abs(truth.hi) > truth.rad)  # certainly not 0
     zeros = stakes & (np.abs(truth.hi) <= bound.allowed)
     facts = {
         "worst": worst,

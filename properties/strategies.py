@@ -9,9 +9,10 @@ is then made small on the case itself (``reduce``), where every number can be si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import numpy as np
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ from ..oracle.formats import FORMATS, Format
 
 Array = np.ndarray
 Draw = Callable[..., Any]
+T = TypeVar("T")
 
 #: pairs (times batch and heads) of a case, by size class, small ones far more often
 SIZES: tuple[int, ...] = (12, 12, 12, 12, 40, 40, 40, 160, 160, 600)
@@ -42,32 +44,35 @@ class Plan:
     takes_blocks: bool = False
 
 
+_SEEDS = st.integers(0, 2**32 - 1)
+
+
 @st.composite
 def cases(draw: Draw, plan: Plan) -> tuple[Case, Presentation]:
     """A case and a presentation for ``plan``.
 
     Shrinks towards one batch entry, one head, one query, one key, D = Dv = 1, no features.
     """
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1), label="seed of the numbers"))
+    rng = np.random.default_rng(draw(_SEEDS, label="seed of the numbers"))
     fmt = FORMATS[plan.dtype]
-    b, hq, hk, sq, sk, d, dv = draw(shapes(plan))
-    lengths = draw(_lengths(plan, b, sq, sk))
-    scale = draw(_scales(plan, d))
-    q, k = draw(_queries_and_keys(fmt, rng, (b, hq, hk, sq, sk, d), scale))
-    v = draw(_values(fmt, rng, (b, hk, sk, dv)))
+    b, hq, hk, sq, sk, d, dv = shapes(draw, plan)
+    lengths = _lengths(draw, plan, b, sq, sk)
+    scale = _scales(draw, plan, d)
+    q, k = _queries_and_keys(draw, fmt, rng, (b, hq, hk, sq, sk, d), scale)
+    v = _values(draw, fmt, rng, (b, hk, sk, dv))
     wide = FORMATS["float64" if plan.dtype == "float64" else "float32"]
-    backward = "backward" in plan.needs or ("backward" not in plan.avoid and draw(st.booleans(), label="backward"))
-    do = draw(_upstream(fmt, rng, (b, hq, sq, dv))) if backward else None
-    dlse = draw(_upstream(wide, rng, (b, hq, sq))) if "dlse" in plan.needs else None
-    causal, window = draw(_causal_and_window(plan, sq, sk, lengths))
-    visibility = draw(_masks(plan, rng, fmt, wide, (b, hq, hk, sq, sk)))
+    backward = "backward" in plan.needs or ("backward" not in plan.avoid and _one_in(draw, 2, "backward"))
+    do = _upstream(draw, fmt, rng, (b, hq, sq, dv)) if backward else None
+    dlse = _upstream(draw, wide, rng, (b, hq, sq)) if "dlse" in plan.needs else None
+    causal, window = _causal_and_window(draw, plan, sq, sk, lengths)
+    visibility = _masks(draw, plan, rng, fmt, wide, (b, hq, hk, sq, sk))
     slopes = None
-    if "alibi" not in plan.avoid and draw(_one_in(8), label="alibi"):
-        shape = draw(st.sampled_from([(hq,), (b, hq)]), label="shape of the slopes")
+    if "alibi" not in plan.avoid and _one_in(draw, 8, "alibi"):
+        shape = _pick(draw, [(hq,), (b, hq)], "shape of the slopes")
         slopes = (rng.integers(1, 9, size=shape) / 8.0 * rng.choice([1.0, 1.0, -1.0], size=shape)).astype(wide.dtype)
     softcap = None
-    if "softcap" not in plan.avoid and draw(_one_in(5), label="softcap"):
-        softcap = draw(st.sampled_from([2.0, 0.5, 10.0, 30.0]), label="cap")
+    if "softcap" not in plan.avoid and _one_in(draw, 5, "softcap"):
+        softcap = _pick(draw, [2.0, 0.5, 10.0, 30.0], "cap")
     case = Case(
         q=q,
         k=k,
@@ -83,22 +88,21 @@ def cases(draw: Draw, plan: Plan) -> tuple[Case, Presentation]:
         k_lengths=lengths[1],
         **visibility,
     )
-    return case, draw(presentations(plan, case))
+    return case, presentations(draw, plan, case)
 
 
-@st.composite
 def shapes(draw: Draw, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
     """(B, Hq, Hk, Sq, Sk, D, Dv) within a size class. Shrinks towards all ones."""
-    budget = draw(st.sampled_from(SIZES), label="size class")
-    b = draw(st.sampled_from([1, 1, 1, 2]), label="B")
-    hk = draw(st.sampled_from([1, 1, 1, 2, 3]), label="Hk")
-    group = 1 if "gqa" in plan.avoid else draw(st.sampled_from([1, 1, 2, 3]), label="query heads per key head")
+    budget = _pick(draw, SIZES, "size class")
+    b = _pick(draw, [1, 1, 1, 2], "B")
+    hk = _pick(draw, [1, 1, 1, 2, 3], "Hk")
+    group = 1 if "gqa" in plan.avoid else _pick(draw, [1, 1, 2, 3], "query heads per key head")
     if budget <= 12:
         # the smallest cases spend their pairs on keys, not on heads
-        b, hk, group = draw(st.sampled_from([(1, 1, 1), (b, hk, group)]), label="heads")
+        b, hk, group = _pick(draw, [(1, 1, 1), (b, hk, group)], "heads")
     edges = _edges(plan, budget)
-    sq = draw(st.sampled_from(edges), label="Sq")
-    sk = draw(st.sampled_from(edges), label="Sk")
+    sq = _pick(draw, edges, "Sq")
+    sk = _pick(draw, edges, "Sk")
     while b * hk * group * sq * sk > 2 * budget and max(b * hk * group, sq) > 1:
         # too many pairs: give up batch, heads and then queries, in that order
         if b > 1:
@@ -113,19 +117,19 @@ def shapes(draw: Draw, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
             hk = 1
         else:
             sq = 1
-    if "zero-size" not in plan.avoid and "empty-row" not in plan.needs and draw(_one_in(40), label="zero size"):
-        axis = draw(st.sampled_from(["Sk", "Sq", "B"]), label="axis")
+    if "zero-size" not in plan.avoid and "empty-row" not in plan.needs and _one_in(draw, 40, "zero size"):
+        axis = _pick(draw, ["Sk", "Sq", "B"], "axis")
         b, sq, sk = (0 if axis == "B" else b), (0 if axis == "Sq" else sq), (0 if axis == "Sk" else sk)
-    d = draw(st.sampled_from([1, 1, 2, 3, 4, 5, 8, 16] if budget < 600 else [4, 16, 33, 64]), label="D")
+    d = _pick(draw, [1, 1, 2, 3, 4, 5, 8, 16] if budget < 600 else [4, 16, 33, 64], "D")
     dv = d
     if "dv!=d" not in plan.avoid:
-        dv = draw(st.sampled_from([d, d, 1, 2, 3, 5]), label="Dv")
+        dv = _pick(draw, [d, d, 1, 2, 3, 5], "Dv")
     return b, hk * group, hk, sq, sk, d, dv
 
 
 def _edges(plan: Plan, budget: int) -> list[int]:
     """Lengths at and beside block edges that fit the size class."""
-    edges: list[int] = [1, 2, 3, 4, 5]
+    edges: list[int] = [2, 3, 4, 5, 1]
     for block in (4, 8, 16, *plan.blocks):
         edges += [n for n in (block - 1, block, block + 1, 2 * block - 1, 2 * block + 1, 3 * block) if n > 0]
     # one axis may be as long as the budget, with a single query or key on the other
@@ -133,32 +137,41 @@ def _edges(plan: Plan, budget: int) -> list[int]:
     return [n for n in edges if n <= longest]
 
 
-def _one_in(n: int) -> st.SearchStrategy[bool]:
+@lru_cache(maxsize=None)
+def _index(n: int) -> st.SearchStrategy[int]:
+    # built once: making a strategy costs more than drawing from it
+    return st.sampled_from(range(n))
+
+
+def _pick(draw: Draw, options: Sequence[T], label: str) -> T:
+    """One of the options; shrinks towards the first."""
+    return options[draw(_index(len(options)), label=label)]
+
+
+def _one_in(draw: Draw, n: int, label: str) -> bool:
     """True once in n draws; shrinks towards False."""
-    return st.sampled_from([False] * (n - 1) + [True])
+    return bool(draw(_index(n), label=label) == n - 1)
 
 
-@st.composite
 def _lengths(
     draw: Draw, plan: Plan, b: int, sq: int, sk: int
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    if "lengths" in plan.avoid or b == 0 or not draw(_one_in(5), label="ragged lengths"):
+    if "lengths" in plan.avoid or b == 0 or not _one_in(draw, 5, "ragged lengths"):
         return None, None
     least = 0 if "empty-row" not in plan.avoid else min(1, sk)
-    queries = tuple(draw(st.integers(0, sq), label="query length") for _ in range(b))
-    keys = tuple(draw(st.integers(least, sk), label="key length") for _ in range(b))
-    which = draw(st.sampled_from(["keys", "queries", "both"]), label="ragged")
+    queries = tuple(_pick(draw, range(sq + 1), "query length") for _ in range(b))
+    keys = tuple(_pick(draw, range(least, sk + 1), "key length") for _ in range(b))
+    which = _pick(draw, ["keys", "queries", "both"], "ragged")
     return (None if which == "keys" else queries), (None if which == "queries" else keys)
 
 
-@st.composite
 def _scales(draw: Draw, plan: Plan, d: int) -> float | None:
     if "scale" in plan.avoid:
         return None
     choices: list[float | None] = [None, None, None, 1.0, 0.5, 0.125, float(np.float32(d**-0.5)), 2.0]
     if "scale<=0" not in plan.avoid:
         choices += [0.0, -1.0]
-    return draw(st.sampled_from(choices), label="scale")  # type: ignore[no-any-return]
+    return _pick(draw, choices, "scale")  # type: ignore[no-any-return]
 
 
 # -- numbers --------------------------------------------------------------------------------------
@@ -166,6 +179,7 @@ def _scales(draw: Draw, plan: Plan, d: int) -> float | None:
 SCORE_LAWS: tuple[str, ...] = (
     "normal",
     "small integers",
+    "normal",
     "ascending",
     "descending",
     "one large, last",
@@ -177,7 +191,6 @@ SCORE_LAWS: tuple[str, ...] = (
 )
 
 
-@st.composite
 def _queries_and_keys(
     draw: Draw, fmt: Format, rng: np.random.Generator, shape: tuple[int, ...], scale: float | None
 ) -> tuple[Array, Array]:
@@ -186,10 +199,12 @@ def _queries_and_keys(
     A shift far down or up is added to all scores of a row through the same channel.
     """
     b, hq, hk, sq, sk, d = shape
-    law = draw(st.sampled_from(SCORE_LAWS), label="scores")
+    law = _pick(draw, SCORE_LAWS, "scores")
     q, k = rng.standard_normal((b, hq, sq, d)), rng.standard_normal((b, hk, sk, d))
+    # scores of the order of 1 whatever the scale: a saturated softmax hides most faults
+    q = q / max(abs(_factor(scale, d)) * math.sqrt(d), 0.5)
     if law == "small integers":
-        q, k = (np.round(1.5 * x) for x in (q, k))
+        q, k = np.round(2 * q), np.round(1.5 * k)
     elif law == "outlier channels":
         channel = rng.integers(0, d)
         q[..., channel] *= 8
@@ -199,12 +214,12 @@ def _queries_and_keys(
     elif law == "zero":
         q, k = np.zeros_like(q), k
     elif law != "normal":
-        noise = draw(st.sampled_from([0.0, 0.25]), label="noise in the other channels")
+        noise = _pick(draw, [0.0, 0.25], "noise in the other channels")
         q, k = q * noise, k * noise
-        step = draw(st.sampled_from([1.0, 3.0, 5.0, 20.0]), label="step between scores")
+        step = _pick(draw, [1.0, 0.5, 1.0, 3.0, 20.0], "step between scores")
         q[..., 0] = 1.0
         k[..., 0] = _pattern(law, sk, step, rng) / _factor(scale, d)
-    shift = draw(st.sampled_from([0.0] * 7 + [-100.0, -6e4, 100.0, -1e5]), label="shift of all scores")
+    shift = _pick(draw, [0.0] * 11 + [-100.0, -6e4, 100.0, -1e5], "shift of all scores")
     if shift and (law not in ("normal", "zero") or d > 1):
         # a channel that is the same for all keys moves every score of a row by the shift
         at = 0 if d == 1 else d - 1
@@ -213,7 +228,7 @@ def _queries_and_keys(
             k = k + (math.copysign(abs(shift), shift) / _factor(scale, d))
         else:
             q[..., at], k[..., at] = size, math.copysign(size, shift * _factor(scale, d))
-    magnitude = draw(st.sampled_from([1.0] * 10 + [1e-3, 30.0, 1e15, 1e-20]), label="magnitude")
+    magnitude = _pick(draw, [1.0] * 20 + [1e-3, 30.0, 1e15, 1e-20], "magnitude")
     return _to(fmt, q * magnitude), _to(fmt, k * (magnitude if magnitude < 1e10 else 1.0))
 
 
@@ -247,10 +262,9 @@ VALUE_LAWS: tuple[str, ...] = (
 )
 
 
-@st.composite
 def _values(draw: Draw, fmt: Format, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     """Values. "one per key" tells keys apart, "cancelling" makes sums small beside their terms."""
-    law = draw(st.sampled_from(VALUE_LAWS[:4] * 3 + VALUE_LAWS), label="values")
+    law = _pick(draw, VALUE_LAWS[:4] * 3 + VALUE_LAWS, "values")
     x = rng.standard_normal(shape)
     if law == "small integers":
         x = np.round(2 * x)
@@ -269,12 +283,10 @@ def _values(draw: Draw, fmt: Format, rng: np.random.Generator, shape: tuple[int,
     return _to(fmt, x)
 
 
-@st.composite
 def _upstream(draw: Draw, fmt: Format, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     """Upstream gradients: dense, integers, one-hot, with rows of zeros, large."""
-    law = draw(
-        st.sampled_from(["normal", "normal", "small integers", "ones", "one-hot", "zero rows", "large"]),
-        label="upstream gradient",
+    law = _pick(
+        draw, ["normal", "normal", "small integers", "ones", "one-hot", "zero rows", "large"], "upstream gradient"
     )
     x = rng.standard_normal(shape)
     if law == "small integers":
@@ -307,12 +319,11 @@ def _to(fmt: Format, x: Array) -> Array:
 # -- what hides ------------------------------------------------------------------------------------
 
 
-@st.composite
 def _causal_and_window(
     draw: Draw, plan: Plan, sq: int, sk: int, lengths: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 ) -> tuple[Any, tuple[int | None, int | None] | None]:
     square = sq == sk and lengths == (None, None)
-    choices: list[str | None] = [None, None, None]
+    choices: list[str | None] = [None, None, None, None]
     for alignment in ("top-left", "bottom-right"):
         # a ragged batch may hold square and other entries alike
         if ("causal-square" if square else f"causal-{alignment}") in plan.avoid:
@@ -322,11 +333,11 @@ def _causal_and_window(
         if "empty-row" in plan.avoid and alignment == "bottom-right" and (sq > sk or lengths != (None, None)):
             continue
         choices.append(alignment)
-    causal = draw(st.sampled_from(choices), label="causal")
+    causal = _pick(draw, choices, "causal")
     window = None
-    if "window" not in plan.avoid and "empty-row" not in plan.avoid and draw(_one_in(6), label="window"):
-        sides = st.sampled_from([None, 0, 1, 2, 3, max(sk // 2, 1)])
-        window = (draw(sides, label="left"), draw(sides, label="right"))
+    if "window" not in plan.avoid and "empty-row" not in plan.avoid and _one_in(draw, 6, "window"):
+        sides = [None, 0, 1, 2, 3, max(sk // 2, 1)]
+        window = (_pick(draw, sides, "left"), _pick(draw, sides, "right"))
     return causal, window
 
 
@@ -342,13 +353,12 @@ MASKS: tuple[str, ...] = (
 )
 
 
-@st.composite
 def _masks(
     draw: Draw, plan: Plan, rng: np.random.Generator, fmt: Format, wide: Format, shape: tuple[int, ...]
 ) -> dict[str, Array | None]:
     """mask and bias: broadcast shapes on purpose, hidden keys by structure."""
     b, hq, _, sq, sk = shape
-    kinds = ["none", "none"]
+    kinds = ["none"] * 4
     if "mask" not in plan.avoid:
         kinds.append("mask")
     if "bias" not in plan.avoid:
@@ -359,20 +369,20 @@ def _masks(
         kinds = [k for k in kinds if k not in ("none", "mask")]
     if "empty-row" in plan.needs:
         kinds = [k for k in kinds if k in ("mask", "bias with -inf", "both")] or kinds
-    kind = draw(st.sampled_from(kinds), label="mask or bias")
+    kind = _pick(draw, kinds, "mask or bias")
     out: dict[str, Array | None] = {"mask": None, "bias": None}
     if kind in ("mask", "both"):
-        out["mask"] = draw(_visible(plan, rng, _broadcast(draw, (b, hq, sq, sk))))
+        out["mask"] = _visible(draw, plan, rng, _broadcast(draw, (b, hq, sq, sk)))
     if kind in ("bias", "bias with -inf", "both"):
         full = _broadcast(draw, (b, hq, sq, sk))
-        stored = draw(st.sampled_from([fmt, wide]), label="bias format")
-        law = draw(st.sampled_from(["normal", "integers", "large", "zero"]), label="bias")
+        stored = _pick(draw, [fmt, wide], "bias format")
+        law = _pick(draw, ["normal", "integers", "large", "zero"], "bias")
         x = rng.standard_normal(full) * {"normal": 1.0, "integers": 2.0, "large": 50.0, "zero": 0.0}[law]
         if law == "integers":
             x = np.round(x)
         bias = _to(stored, x)
         if kind == "bias with -inf":
-            seen = draw(_visible(plan, rng, full))
+            seen = _visible(draw, plan, rng, full)
             bias = np.where(seen, bias, np.array(-np.inf, dtype=bias.dtype))
         out["bias"] = bias
     return out
@@ -380,24 +390,23 @@ def _masks(
 
 def _broadcast(draw: Draw, full: tuple[int, ...]) -> tuple[int, ...]:
     """A shape that broadcasts to [B, Hq, Sq, Sk]: some axes 1, leading ones perhaps left out."""
-    axes = draw(
-        st.sampled_from(["1111", "0011", "1011", "0111", "1001", "0001", "0010", "1010"]), label="axes of the mask"
+    axes = _pick(
+        draw, ["1111", "0011", "1011", "0111", "1001", "0001", "0010", "1010"], "axes of the mask"
     )
     shape = tuple(n if keep == "1" else 1 for n, keep in zip(full, axes, strict=True))
-    if draw(st.booleans(), label="leave out leading ones"):
+    if _one_in(draw, 2, "leave out leading ones"):
         while len(shape) > 1 and shape[0] == 1:
             shape = shape[1:]
     return shape
 
 
-@st.composite
 def _visible(draw: Draw, plan: Plan, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
     structures = list(MASKS)
     if "empty-row" in plan.needs:
         structures = ["rows empty", "rows empty", "all hidden"]
     elif "empty-row" in plan.avoid:
         structures = [m for m in structures if m not in ("rows empty", "all hidden", "random")]
-    structure = draw(st.sampled_from(structures), label="hidden keys")
+    structure = _pick(draw, structures, "hidden keys")
     sk = shape[-1]
     column = np.arange(sk)
     cut = int(rng.integers(0, max(sk, 1)))
@@ -421,16 +430,17 @@ def _visible(draw: Draw, plan: Plan, rng: np.random.Generator, shape: tuple[int,
     return seen
 
 
-@st.composite
 def presentations(draw: Draw, plan: Plan, case: Case) -> Presentation:
     """Route, and block sizes where the kernel takes them: ragged, smaller and larger than the axis."""
     route = "flags"
     if case.causal is not None or case.window is not None:
-        route = draw(st.sampled_from(["flags", "flags", "mask"]), label="route")
+        route = _pick(draw, ["flags", "flags", "mask"], "route")
     if not plan.takes_blocks:
         return Presentation(route=route)
-    sizes = st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 16]), min_size=1, max_size=3).map(tuple)
-    blocks = st.one_of(st.none(), sizes)
-    return Presentation(
-        route=route, q_blocks=draw(blocks, label="query blocks"), k_blocks=draw(blocks, label="key blocks")
-    )
+    return Presentation(route=route, q_blocks=_blocks(draw, "query blocks"), k_blocks=_blocks(draw, "key blocks"))
+
+
+def _blocks(draw: Draw, label: str) -> tuple[int, ...] | None:
+    """None, one size, or a ragged partition of two or three sizes."""
+    count = _pick(draw, (0, 0, 1, 2, 3), label)
+    return tuple(_pick(draw, (1, 2, 3, 4, 5, 8, 16), label) for _ in range(count)) or None

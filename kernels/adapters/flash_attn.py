@@ -1,0 +1,148 @@
+"""The convention of flash_attn_func: torch [B, S, H, D], autograd, causal and window bottom-right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...oracle.case import Case, Presentation
+from ...oracle.result import GRADIENTS, Result
+from ..candidate import Candidate
+from .declared import Declared, Signature, read_signature
+from .tensors import evaluate, tensor_result, to_array, to_tensor, upstream
+
+if TYPE_CHECKING:
+    import torch
+
+ARRAYS = ("q", "k", "v")
+DEFAULTS: dict[str, Any] = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+
+#: what the convention has no argument for
+NEVER = {
+    "mask": "flash_attn_func has no mask",
+    "bias": "flash_attn_func has no bias",
+    "lengths": "flash_attn_func has no lengths; ragged batches go to its varlen form",
+    "causal-top-left": "flash_attn_func is causal bottom-right",
+}
+
+#: what it lacks unless it declares that it has it
+UNLESS = {"dlse": "it does not declare that its log-sum-exp carries a gradient"}
+
+REFUSALS = (
+    "FlashAttention only support",
+    "FlashAttention forward only support",
+    "FlashAttention backward only support",
+)
+
+
+def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
+    """A Candidate around ``function(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap,
+    alibi_slopes, deterministic, return_attn_probs)``.
+
+    The log-sum-exp is offered where the signature has return_attn_probs. That a gradient flows
+    through it must be declared: supports dlse.
+    """
+    signature = read_signature(function, declared.name, "flash_attn", ARRAYS, DEFAULTS)
+
+    def run(case: Case, presentation: Presentation, want: frozenset[str]) -> Result:
+        return _run(function, signature, declared, case, want)
+
+    offers = {"o"} | ({"lse"} if signature.has("return_attn_probs") else set())
+    if not declared.forward_only:
+        offers |= set(GRADIENTS) - {"dbias"}
+    return Candidate(
+        name=declared.name,
+        run=run,
+        dtypes=declared.dtypes,
+        offers=frozenset(offers),
+        lacks=declared.missing("flash_attn", NEVER | ruled_out(signature), UNLESS),
+        conventions=declared.conventions,
+        profiles=declared.profiles,
+        known=declared.known,
+        convention="flash_attn",
+        device=declared.device,
+        about=declared.about,
+    )
+
+
+def ruled_out(signature: Signature) -> dict[str, str]:
+    """The features that the signature shows the callable lacks."""
+    needs = {
+        "softmax_scale": ("scale", "scale<=0"),
+        "causal": ("causal-square", "causal-bottom-right"),
+        "window_size": ("window",),
+        "softcap": ("softcap",),
+        "alibi_slopes": ("alibi",),
+    }
+    lacks = {
+        feature: f"its signature has no {keyword}"
+        for keyword, features in needs.items()
+        if not signature.has(keyword)
+        for feature in features
+    }
+    return lacks if signature.has("return_attn_probs") else lacks | {"dlse": "its signature has no return_attn_probs"}
+
+
+def _run(
+    function: Callable[..., Any], signature: Signature, declared: Declared, case: Case, want: frozenset[str]
+) -> Result:
+    device = declared.device
+    q, k, v = (to_tensor(_swap(getattr(case, name)), device) for name in ("q", "k", "v"))
+    leaves: dict[str, torch.Tensor] = {}
+    if want & {"dq", "dk", "dv"}:
+        for tensor in (q, k, v):
+            tensor.requires_grad_()
+        leaves = {name: x for name, x in (("dq", q), ("dk", k), ("dv", v)) if name in want}
+    slopes = None if case.alibi_slopes is None else to_tensor(case.alibi_slopes, device)
+    do = to_tensor(_swap(upstream(case, "do")), device) if leaves else None
+    dlse = to_tensor(upstream(case, "dlse"), device) if leaves and case.dlse is not None else None
+    asks_lse = "lse" in want or dlse is not None
+
+    left, right = case.window if case.window is not None else (None, None)
+    values = dict(DEFAULTS, softmax_scale=case.scale, alibi_slopes=slopes)
+    if case.causal is not None:
+        values["causal"] = True
+    if case.window is not None:
+        values["window_size"] = (-1 if left is None else left, -1 if right is None else right)
+    if case.softcap is not None:
+        values["softcap"] = case.softcap
+    if asks_lse:
+        values["return_attn_probs"] = True
+    keywords = signature.pick(values, DEFAULTS)
+
+    def call() -> tuple[torch.Tensor, torch.Tensor | None]:
+        returned = function(q, k, v, **keywords)
+        if not isinstance(returned, (tuple, list)):
+            return tensor_result(returned, "output"), None
+        lse = tensor_result(returned[1], "log-sum-exp") if asks_lse and len(returned) > 1 else None
+        return tensor_result(returned[0], "output"), lse
+
+    inputs = {"q": q, "k": k, "v": v, "alibi_slopes": slopes, "do": do, "dlse": dlse}
+    output, lse, gradients, mutated = evaluate(
+        call,
+        case,
+        {name: tensor for name, tensor in inputs.items() if tensor is not None},
+        leaves,
+        do,
+        dlse,
+        device=device,
+        refusals=(*REFUSALS, *declared.refusals),
+    )
+    arrays: dict[str, np.ndarray | None] = {n: None if g is None else _swap(to_array(g)) for n, g in gradients.items()}
+    return Result(o=_swap(to_array(output)), lse=None if lse is None else to_array(lse), mutated=mutated, **arrays)
+
+
+def _swap(array: np.ndarray) -> np.ndarray:
+    """[B, H, S, D] <-> [B, S, H, D], contiguous; an array of other rank is left alone."""
+    return np.ascontiguousarray(array.swapaxes(1, 2)) if array.ndim == 4 else array

@@ -1,0 +1,139 @@
+"""What the torch conventions share: exact conversion, autograd, the comparison with saved copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from ...oracle.case import Case
+from ..candidate import Unsupported
+from .masks import padded_rows
+
+if TYPE_CHECKING:
+    import torch
+
+NO_GRADIENT = "the output carries no gradient; pass --forward-only if the kernel has none"
+
+
+def to_tensor(array: np.ndarray, device: str = "cpu") -> torch.Tensor:
+    """A contiguous tensor with the same bits."""
+    import torch
+
+    array = np.array(array, order="C", copy=True)
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(array).to(device)
+
+
+def to_array(tensor: torch.Tensor) -> np.ndarray:
+    """A host array with the same bits, whatever the dtype (types unknown to numpy are ml_dtypes')."""
+    import torch
+
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if hasattr(ml_dtypes, name):
+        width = {1: torch.uint8, 2: torch.int16}[tensor.element_size()]
+        return np.array(tensor.view(width).numpy().view(getattr(ml_dtypes, name)))
+    return np.array(tensor.numpy())
+
+
+def upstream(case: Case, name: str) -> np.ndarray:
+    """do or dlse with 0 at padded query rows, so that they contribute to no gradient."""
+    array = np.array(getattr(case, name))
+    padded = padded_rows(case)
+    if padded is not None:
+        where = padded[:, None, :, None] if array.ndim == 4 else padded[:, None, :]
+        array[np.broadcast_to(where, array.shape)] = 0
+    return array
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True where both have the same shape, dtype and bits (NaN equals itself, -0 differs from 0)."""
+    import torch
+
+    a, b = a.detach(), b.detach()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.numel() == 0:
+        return True
+    return bool(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)))
+
+
+def tensor_result(value: Any, what: str) -> torch.Tensor:
+    """``value`` where it is a tensor. Raises TypeError otherwise."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"the kernel's {what} is a {type(value).__name__}; it must be a torch.Tensor")
+    return value
+
+
+def evaluate(
+    call: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
+    case: Case,
+    inputs: Mapping[str, torch.Tensor],
+    leaves: Mapping[str, torch.Tensor],
+    do: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    *,
+    device: str,
+    refusals: tuple[str, ...],
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor | None], tuple[str, ...]]:
+    """Run ``call`` -> (output, lse or None) and differentiate it with respect to ``leaves``.
+
+    ``inputs`` are compared bit for bit with copies taken before. ``do`` has the
+    output's layout. Returns output, lse, gradient per leaf (None where autograd has none) and
+    the names of changed inputs. Raises Unsupported where an exception holds one of ``refusals``.
+    """
+    import torch
+
+    saved = {name: tensor.detach().clone() for name, tensor in inputs.items()}
+    gradients: dict[str, torch.Tensor | None] = {}
+    try:
+        with torch.set_grad_enabled(bool(leaves)):
+            output, lse = call()
+        if leaves:
+            assert do is not None, "gradients are wanted of a case without do"
+            gradients = _differentiate(case, output, lse, leaves, do, dlse)
+        if device.startswith("cuda"):
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        if any(text in str(error) for text in refusals):
+            raise Unsupported(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise
+    mutated = tuple(name for name, tensor in inputs.items() if not same_bits(tensor, saved[name]))
+    return output, lse, gradients, mutated
+
+
+def _differentiate(
+    case: Case,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    leaves: Mapping[str, torch.Tensor],
+    do: torch.Tensor,
+    dlse: torch.Tensor | None,
+) -> dict[str, torch.Tensor | None]:
+    import torch
+
+    if output.shape != do.shape:
+        return dict.fromkeys(leaves)  # the wrong shape is the finding; there is nothing to differentiate
+    pairs = [(output, do.to(output.dtype))]
+    if dlse is not None and lse is not None and lse.shape == dlse.shape:
+        pairs.append((lse, dlse.to(lse.dtype)))
+    pairs = [(out, up) for out, up in pairs if out.requires_grad]
+    empty = 0 in case.shape[:5]
+    if not output.requires_grad and not empty:
+        raise RuntimeError(NO_GRADIENT)
+    if dlse is not None and len(pairs) < 2 and not empty:
+        raise RuntimeError("the log-sum-exp carries no gradient; pass --lacks dlse if the kernel has none")
+    found: tuple[torch.Tensor | None, ...] = (None,) * len(leaves)
+    if pairs:
+        outs, ups = zip(*pairs, strict=True)
+        found = torch.autograd.grad(outs, tuple(leaves.values()), ups, allow_unused=True)
+    gradients = dict(zip(leaves, found, strict=True))
+    if empty:  # nothing depends on an axis of size 0, so an input left out of the graph has gradient 0
+        gradients = {name: torch.zeros_like(leaves[name]) if g is None else g for name, g in gradients.items()}
+    return gradients
