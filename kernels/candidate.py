@@ -74,7 +74,9 @@ class Candidate:
         ):
             for value in values:
                 if value not in accepted:
-                    raise ValueError(f"candidate {self.name}: {name} holds {value!r}; accepted are {', '.join(accepted)}")
+                    raise ValueError(
+                        f"candidate {self.name}: {name} holds {value!r}; accepted are {', '.join(accepted)}"
+                    )
 
     def profile(self, dtype: str, presentation: Presentation | None = None) -> Profile:
         """The arithmetic it declares for this storage dtype, with the key blocks it is given."""

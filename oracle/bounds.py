@@ -310,9 +310,7 @@ def _backward(s: _Setup, r: _Rows, o_bound: Bound, lse_bound: Bound, keys: _KeyS
     shift = np.where(
         r.seen, r.e + lse_bound.allowed[..., None] + u * (r.x + np.abs(r.lam[..., None]) + 4) + p.u_exp, 0.0
     )
-    error = np.where(
-        shift < 1.0, r.prob * np.expm1(np.minimum(shift, 1.0)), np.exp(r.logp + shift) - r.prob
-    )
+    error = np.where(shift < 1.0, r.prob * np.expm1(np.minimum(shift, 1.0)), np.exp(r.logp + shift) - r.prob)
     most = r.prob + error
     recompute_over = (shift > s.exp_max - 1).any(axis=3)
 
@@ -402,7 +400,10 @@ class _KeySide:
         b, hq, hk, _, sk, d, dv = s.case.shape
         zeros = np.zeros
         self.count = s.seen.reshape(b, hk, s.case.group * s.case.shape[3], sk).sum(axis=2)[..., None]
-        self.dv = {name: zeros((b, hk, sk, dv)) for name in ("errors of the probabilities", "rounding of P", "total", "natural")}
+        self.dv = {
+            name: zeros((b, hk, sk, dv))
+            for name in ("errors of the probabilities", "rounding of P", "total", "natural")
+        }
         self.dv["underflow"] = zeros((b, hk, sk, dv))
         self.dk = {name: zeros((b, hk, sk, d)) for name in ("errors of dS", "total", "natural", "scaled first")}
         self.storage = {"dk": zeros((b, hk, sk, d)), "dv": zeros((b, hk, sk, dv))}
@@ -533,7 +534,13 @@ class _KeySide:
         if p.grads_in_storage is not None:
             parts["sums kept in storage"] = self.storage[name] + self._over_group(name)
         bound = _bound(
-            exact, parts, self.s.unit, np.zeros_like(over), over, natural < 4 * p.tiny, np.broadcast_to(never_seen, exact.shape)
+            exact,
+            parts,
+            self.s.unit,
+            np.zeros_like(over),
+            over,
+            natural < 4 * p.tiny,
+            np.broadcast_to(never_seen, exact.shape),
         )
         return _replace_vacuous(bound, bound.vacuous | ((bound.allowed >= natural) & ~bound.structural))
 
@@ -587,7 +594,10 @@ def _joined(pieces: list[Bound]) -> Bound:
         return np.concatenate(arrays, axis=2)
 
     return Bound(
-        *(along_rows([getattr(x, name) for x in pieces]) for name in ("allowed", "vacuous", "overflow", "structural", "must_be_zero")),
+        *(
+            along_rows([getattr(x, name) for x in pieces])
+            for name in ("allowed", "vacuous", "overflow", "structural", "must_be_zero")
+        ),
         parts={name: along_rows([x.parts[name] for x in pieces]) for name in pieces[0].parts},
     )
 

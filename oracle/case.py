@@ -31,6 +31,11 @@ def _frozen(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def _wide(array: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):  # a signalling NaN is told by a sentence, not by a warning
+        return array.astype(np.float64)
+
+
 def _float32_representable(value: float) -> bool:
     with np.errstate(over="ignore"):
         return math.isfinite(value) and float(np.float32(value)) == value
@@ -82,7 +87,7 @@ class Case:
     def __post_init__(self) -> None:
         for name in ("q", "k", "v", "do", "dlse", "alibi_slopes", "mask", "bias"):
             array = getattr(self, name)
-            if array is not None:
+            if array is not None or name in ("q", "k", "v"):
                 _check(isinstance(array, np.ndarray), f"{name} is a {type(array).__name__}; it must be a numpy array")
                 object.__setattr__(self, name, _frozen(array))
         self._check_shapes()
@@ -156,11 +161,11 @@ class Case:
     def _check_numbers(self) -> None:
         for name in ("q", "k", "v", "do", "dlse", "alibi_slopes"):
             array = getattr(self, name)
-            if array is not None and not np.isfinite(array.astype(np.float64)).all():
-                where, value = _first(array, ~np.isfinite(array.astype(np.float64)))
+            if array is not None and not (finite := np.isfinite(_wide(array))).all():
+                where, value = _first(array, ~finite)
                 raise CaseError(f"{name} holds {value} at {where}; it must be finite")
         if self.bias is not None:
-            wide = self.bias.astype(np.float64)
+            wide = _wide(self.bias)
             bad = np.isnan(wide) | (wide == np.inf)
             if bad.any():
                 where, value = _first(self.bias, bad)
@@ -309,12 +314,15 @@ class Presentation:
 
 
 def partition(size: int, blocks: tuple[int, ...] | None) -> list[tuple[int, int]]:
-    """``blocks`` laid over ``range(size)`` as (start, stop) pairs; None is one block."""
+    """``blocks`` laid over ``range(size)`` as (start, stop) pairs; None is one block.
+
+    ``blocks`` are sizes >= 1, as a Presentation holds them.
+    """
     if blocks is None:
         return [(0, size)] if size else []
     bounds, start, n = [], 0, 0
     while start < size:
-        stop = min(size, start + blocks[min(n, len(blocks) - 1)])
+        stop = min(size, start + max(1, blocks[min(n, len(blocks) - 1)]))
         bounds.append((start, stop))
         start, n = stop, n + 1
     return bounds

@@ -83,7 +83,7 @@ def ledger(
     if bits is None:
         rough = context(53)
         exponents = [rough.mag(x) for x in map(rough.mpf, row) if rough.isfinite(x) and x]
-        bits = TARGET_BITS + GUARD_BITS + EXTRA_BITS + max([0, *exponents])
+        bits = TARGET_BITS + GUARD_BITS + EXTRA_BITS + int(max([0, *exponents]))
     ctx = context(bits)
     s, v = [ctx.mpf(x) for x in row], [[ctx.mpf(x) for x in value] for value in values]
     if len(s) != len(v):

@@ -118,9 +118,7 @@ def known_fault(candidate: Candidate, name: str, case: Case, presentation: Prese
     return None
 
 
-def _failure(
-    candidate: Candidate, prop: Property, case: Case, presentation: Presentation, verdict: Verdict
-) -> Failure:
+def _failure(candidate: Candidate, prop: Property, case: Case, presentation: Presentation, verdict: Verdict) -> Failure:
     """Judge the case again, shrink it while it fails in the same way, and judge what is left."""
     seen = 1
     for _ in range(CALLS - 1):

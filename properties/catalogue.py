@@ -261,5 +261,3 @@ def applies(prop: Property, candidate: Candidate) -> bool:
     if not set(prop.outputs) & candidate.offers:
         return False
     return not any(need in candidate.lacks for need in prop.needs)
-
-

@@ -202,12 +202,15 @@ def _judge_empty(
 ) -> Verdict | None:
     """Rows that see no key, by the declared convention; None where they are as declared."""
     if output == "lse":
-        wanted, right = conventions.empty_lse, {
-            "-inf": np.isneginf(wide),
-            "+inf": np.isposinf(wide),
-            "nan": np.isnan(wide),
-            "0": wide == 0,
-        }[conventions.empty_lse]
+        wanted, right = (
+            conventions.empty_lse,
+            {
+                "-inf": np.isneginf(wide),
+                "+inf": np.isposinf(wide),
+                "nan": np.isnan(wide),
+                "0": wide == 0,
+            }[conventions.empty_lse],
+        )
     elif conventions.empty_row == "mean":
         wanted, right = "the mean of V", _is_mean(case, wide, profile)
     else:
@@ -255,7 +258,9 @@ def _non_finite(output: str, got: Array, truth: Enclosed, bound: Bound, bad: Arr
 
 def _contract(output: str, got: Array, bad: Array) -> Verdict:
     at = tuple(int(n) for n in np.argwhere(bad)[0])
-    return violated("contract", f"{TITLES[output]}: got {got[at]}, wanted exactly 0 at {list(at)}: nothing visible reaches it")
+    return violated(
+        "contract", f"{TITLES[output]}: got {got[at]}, wanted exactly 0 at {list(at)}: nothing visible reaches it"
+    )
 
 
 def _why_vacuous(output: str, bound: Bound) -> str:

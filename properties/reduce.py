@@ -25,7 +25,9 @@ OPTIONS = ("alibi_slopes", "softcap", "bias", "mask", "window", "causal", "k_len
 ELEMENTWISE = 48
 
 
-def reduce(case: Case, presentation: Presentation, fails: Callable[[Case, Presentation], bool], limit: int = 800) -> Pair:
+def reduce(
+    case: Case, presentation: Presentation, fails: Callable[[Case, Presentation], bool], limit: int = 800
+) -> Pair:
     """The smallest case found that still fails, at most ``limit`` calls of ``fails`` later."""
     best: Pair = (case, presentation)
     lowest, calls = cost(*best), 0
@@ -56,7 +58,9 @@ def cost(case: Case, presentation: Presentation) -> tuple[int, int, int]:
     b, hq, hk, sq, sk, d, dv = case.shape
     elements = b * (hq * sq * (d + dv) + hk * sk * (d + dv)) + 3 * (hq - 1) + sq + 3 * sk
     options = sum(getattr(case, name) is not None for name in OPTIONS)
-    options += sum(x is not None for x in (presentation.q_blocks, presentation.k_blocks)) + (presentation.route != "flags")
+    options += sum(x is not None for x in (presentation.q_blocks, presentation.k_blocks)) + (
+        presentation.route != "flags"
+    )
     options += sum(len(x) for x in (presentation.q_blocks, presentation.k_blocks) if x is not None)
     numbers = sum(_array_cost(getattr(case, name)) for name in ARRAYS)
     if case.mask is not None:
@@ -222,10 +226,15 @@ def _whole_arrays(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
         if array is None or array.size == 0:
             continue
         wide = array.astype(np.float64)
-        for simpler in (wide * 0, wide * 0 + 1, np.sign(wide), np.round(wide), _rounded(wide, 2), _rounded(wide, 5)):
+        finite = np.where(np.isfinite(wide), wide, 0.0)
+        for simpler in _simpler(finite):
             yield {name: np.where(np.isfinite(wide), simpler, wide).astype(array.dtype)}
     if case.mask is not None:
         yield {"mask": np.ones_like(case.mask)}
+
+
+def _simpler(x: Array) -> tuple[Array, ...]:
+    return np.zeros_like(x), np.ones_like(x), np.sign(x), np.round(x), _rounded(x, 2), _rounded(x, 5)
 
 
 def _numbers(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:

@@ -61,7 +61,7 @@ def expected_values(case: Case) -> dict[str, np.ndarray | None]:
     found: dict[str, np.ndarray | None] = {}
     for name, shape in output_shapes(case).items():
         balls = getattr(exact, name)
-        if shape is None or balls is None or not np.isfinite(np.where(np.isneginf(balls.hi), 0, balls.hi)).all():
+        if shape is None or balls is None or not _printable(name, balls.hi).all():
             found[name] = None
             continue
         strings = np.empty(shape, dtype=object)
@@ -69,6 +69,11 @@ def expected_values(case: Case) -> dict[str, np.ndarray | None]:
             strings[at] = balls.decimal(at, DIGITS)
         found[name] = strings
     return found
+
+
+def _printable(name: str, hi: np.ndarray) -> np.ndarray:
+    """Where a value lies in float64's range; the log-sum-exp of an empty row is -inf and may be printed."""
+    return np.asarray(np.isfinite(hi) | (np.isneginf(hi) if name == "lse" else False))
 
 
 def versions() -> dict[str, str]:
@@ -87,7 +92,9 @@ def replay(record: Record, candidate: Candidate) -> Verdict:
     name = record.seen.get("property")
     if isinstance(name, str) and name in PROPERTIES:
         return PROPERTIES[name].judge(candidate, record.case, record.presentation)
-    verdicts = [judge_output(candidate, record.case, record.presentation, output) for output in _outputs(record, candidate)]
+    verdicts = [
+        judge_output(candidate, record.case, record.presentation, output) for output in _outputs(record, candidate)
+    ]
     for outcome in (Outcome.VIOLATED, Outcome.HOLDS, Outcome.VACUOUS, Outcome.DECLINED):
         for verdict in verdicts:
             if verdict.outcome is outcome:
@@ -96,4 +103,6 @@ def replay(record: Record, candidate: Candidate) -> Verdict:
 
 
 def _outputs(record: Record, candidate: Candidate) -> list[str]:
-    return [name for name, shape in output_shapes(record.case).items() if shape is not None and name in candidate.offers]
+    return [
+        name for name, shape in output_shapes(record.case).items() if shape is not None and name in candidate.offers
+    ]

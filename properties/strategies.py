@@ -153,9 +153,7 @@ def _one_in(draw: Draw, n: int, label: str) -> bool:
     return bool(draw(_index(n), label=label) == n - 1)
 
 
-def _lengths(
-    draw: Draw, plan: Plan, b: int, sq: int, sk: int
-) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+def _lengths(draw: Draw, plan: Plan, b: int, sq: int, sk: int) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     if "lengths" in plan.avoid or b == 0 or not _one_in(draw, 5, "ragged lengths"):
         return None, None
     least = 0 if "empty-row" not in plan.avoid else min(1, sk)
@@ -390,9 +388,7 @@ def _masks(
 
 def _broadcast(draw: Draw, full: tuple[int, ...]) -> tuple[int, ...]:
     """A shape that broadcasts to [B, Hq, Sq, Sk]: some axes 1, leading ones perhaps left out."""
-    axes = _pick(
-        draw, ["1111", "0011", "1011", "0111", "1001", "0001", "0010", "1010"], "axes of the mask"
-    )
+    axes = _pick(draw, ["1111", "0011", "1011", "0111", "1001", "0001", "0010", "1010"], "axes of the mask")
     shape = tuple(n if keep == "1" else 1 for n, keep in zip(full, axes, strict=True))
     if _one_in(draw, 2, "leave out leading ones"):
         while len(shape) > 1 and shape[0] == 1:

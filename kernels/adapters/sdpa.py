@@ -32,7 +32,7 @@ NEVER = {
     "dlse": "scaled_dot_product_attention returns no log-sum-exp",
 }
 
-REFUSALS = ("No available kernel",)
+REFUSALS = ("No available kernel", "invalid dtype for bias")
 
 
 def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
@@ -104,8 +104,13 @@ def attention_mask(case: Case, bias: torch.Tensor | None, *, positional: bool, d
     slope = masks.alibi(case)
     mask = visible
     if bias is not None or slope is not None:
+        wide = torch.float64 if case.dtype == "float64" else torch.float32
         if bias is not None:
             mask = bias.reshape((1,) * (4 - bias.ndim) + bias.shape)
+            hides = visible is not None or masks.padded_rows(case) is not None
+            if bias.requires_grad and hides and mask.shape != case.q.shape[:3] + case.k.shape[2:3]:
+                # hiding expands the bias: its gradient must not be rounded before it is summed again
+                mask = mask.to(wide)
             padded = masks.padded_rows(case)
             if padded is not None:
                 # a padded row must see something: its -inf are lifted (its gradient is 0 anyway)
@@ -113,7 +118,6 @@ def attention_mask(case: Case, bias: torch.Tensor | None, *, positional: bool, d
                 mask = torch.where(rows & torch.isneginf(mask), 0.0, mask)
         if slope is not None:
             added = to_tensor(slope, device)
-            wide = torch.float64 if case.dtype == "float64" else torch.float32
             mask = (added if mask is None or bias is None else mask.to(torch.float64) + added).to(wide)
         if visible is not None:
             mask = torch.where(visible, mask, -torch.inf)
