@@ -122,7 +122,7 @@ def _failure(candidate: Candidate, prop: Property, case: Case, presentation: Pre
     """Judge the case again, shrink it while it fails in the same way, and judge what is left."""
     seen = 1
     for _ in range(CALLS - 1):
-        runs.forget(candidate, case)
+        runs.forget(candidate)
         seen += prop.judge(candidate, case, presentation).outcome is Outcome.VIOLATED
     first = case.digest
     if seen == CALLS:

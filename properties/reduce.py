@@ -63,6 +63,8 @@ def cost(case: Case, presentation: Presentation) -> tuple[int, int, int]:
     )
     options += sum(len(x) for x in (presentation.q_blocks, presentation.k_blocks) if x is not None)
     numbers = sum(_array_cost(getattr(case, name)) for name in ARRAYS)
+    numbers += sum(getattr(case, name) not in (None, 1.0) for name in ("scale", "softcap"))
+    numbers += sum(1 + side for side in case.window or () if side is not None)
     if case.mask is not None:
         numbers += int((~case.mask).sum()) + case.mask.ndim
     if case.bias is not None:
@@ -205,6 +207,13 @@ def _options(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
         array = getattr(case, name)
         if array is not None and array.ndim > 1:
             yield {name: array[0]}
+    if case.window is not None:
+        left, right = case.window
+        yield from ({"window": (side, right)} for side in (None, 0, left and left - 1))
+        yield from ({"window": (left, side)} for side in (None, 0, right and right - 1))
+    for name in ("scale", "softcap"):
+        if getattr(case, name) is not None:
+            yield {name: 1.0}
 
 
 def _presented(case: Case, presentation: Presentation) -> Iterator[dict[str, Any]]:

@@ -75,15 +75,9 @@ def call(candidate: Candidate, case: Case, presentation: Presentation, want: fro
     return _outcomes.get(key, lambda: (_call(candidate, case, presentation, want), candidate))[0]
 
 
-def call_again(candidate: Candidate, case: Case, presentation: Presentation, want: frozenset[str]) -> Outcome:
-    """Run a candidate anew, whatever it returned before, and keep this as what it returns."""
-    _outcomes.entries.pop((id(candidate), case.digest, presentation, want), None)
-    return call(candidate, case, presentation, want)
-
-
-def forget(candidate: Candidate, case: Case) -> None:
-    """Drop what a candidate returned for a case, so that the next judgement calls it again."""
-    for key in [k for k in _outcomes.entries if k[0] == id(candidate) and k[1] == case.digest]:  # type: ignore[index]
+def forget(candidate: Candidate) -> None:
+    """Drop what a candidate returned, so that the next judgement calls it again."""
+    for key in [k for k in _outcomes.entries if k[0] == id(candidate)]:  # type: ignore[index]
         del _outcomes.entries[key]
 
 

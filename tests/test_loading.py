@@ -232,7 +232,7 @@ def test_a_missing_attribute_lists_the_callables_there(kernel: str) -> None:
 
 def test_an_attribute_that_is_not_callable(kernel: str) -> None:
     assert sentence(f"{kernel}:LIMIT", like="sdpa").startswith(
-        f"{kernel}:LIMIT is a int; it must be a Candidate or a callable; callables there: "
+        f"{kernel}:LIMIT is of type int; it must be a Candidate or a callable; callables there: "
     )
 
 
@@ -315,6 +315,6 @@ def test_a_device_for_a_candidate(kernel: str) -> None:
 
 
 def test_not_callable_in_python() -> None:
-    with pytest.raises(LoadError, match="int is a int; it must be a Candidate or a callable"):
+    with pytest.raises(LoadError, match="int is of type int; it must be a Candidate or a callable"):
         from_callable(3, "sdpa")  # type: ignore[arg-type]
     assert isinstance(from_callable(lambda case: Result(), "case"), Candidate)
