@@ -99,7 +99,7 @@ def from_callable(
     """
     name = name or str(getattr(function, "__name__", type(function).__name__))
     if not callable(function):
-        raise LoadError(f"{name} is a {type(function).__name__}; it must be a Candidate or a callable")
+        raise LoadError(f"{name} is of type {type(function).__name__}; it must be a Candidate or a callable")
     if inspect.isclass(function):
         raise LoadError(f"{name} is a class; name an instance or a function")
     if like is None:
@@ -194,7 +194,7 @@ def _attribute(module: ModuleType, attribute: str, shown: str) -> Any:
         found = getattr(found, part)
     if not callable(found) and not isinstance(found, Candidate):
         raise LoadError(
-            f"{shown}:{attribute} is a {type(found).__name__}; it must be a Candidate or a callable; "
+            f"{shown}:{attribute} is of type {type(found).__name__}; it must be a Candidate or a callable; "
             f"callables there: {_callables(module)}"
         )
     return found

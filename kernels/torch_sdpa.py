@@ -17,6 +17,8 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..oracle.case import Case, Presentation
 from ..oracle.formats import FORMATS
 from ..oracle.profile import Conventions, Profile
@@ -106,6 +108,14 @@ def _causal_flag_with_scale_up_to_0(case: Case, presentation: Presentation) -> b
     return case.scale is not None and case.scale <= 0 and sdpa.says_causal(accepts_all, case, presentation.route)
 
 
+def _no_keys_and_a_sum_that_overflows(case: Case, presentation: Presentation) -> bool:
+    if case.k.shape[2] > 0:
+        return False
+    with np.errstate(over="ignore"):
+        sums = [np.abs(x.astype(np.float64)).sum() for x in (case.q, case.do) if x is not None]
+    return any(total > case.format.max for total in sums)
+
+
 def _flash() -> Candidate:
     declared = Declared(
         name="torch-sdpa-flash",
@@ -123,7 +133,7 @@ def _flash() -> Candidate:
                 reason="is_causal hides keys with -inf before the scale is multiplied in: a scale of 0 or below "
                 "makes NaN or +inf of it, and rows come out NaN",
                 versions="2.13.0",
-                case="torch-sdpa-flash-causal-scale",
+                case="regressions/torch-sdpa-flash-causal-scale",
             ),
         ),
         about="torch.nn.functional.scaled_dot_product_attention, flash backend, CPU",
@@ -145,6 +155,17 @@ MATH = sdpa.wrap(
     Declared(
         name="torch-sdpa-math",
         profiles={dtype: math_profile(dtype) for dtype in FORMATS},
+        known=(
+            Known(
+                properties=("output", "dq", "nan-pattern", "empty-rows"),
+                dtypes=tuple(FORMATS),
+                when=_no_keys_and_a_sum_that_overflows,
+                reason="without keys SDPA adds 0 times the sum of all inputs to its zeros, to keep a graph: "
+                "a sum that overflows (of q, or of dO on the way back) makes NaN of it",
+                versions="2.13.0",
+                case="regressions/torch-sdpa-no-keys",
+            ),
+        ),
         about="torch.nn.functional.scaled_dot_product_attention, math backend, CPU",
     ),
 )

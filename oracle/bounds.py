@@ -10,6 +10,9 @@ Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 to 4):
 - a sum of n products in any order errs by at most n u of the sum of their magnitudes; ``growth``
   adds the rounding of matmul operands and honours a declared shorter chain. Terms that are exactly
   0 (hidden pairs) do not round, so n counts what is visible.
+- k roundings of one value are k u (1 + k u) of it: ``_roundings``.
+- a kernel may hold its scores in base 2 (exp2 is what processors have): log2(e) is a constant that
+  was rounded and a product that rounds, two more roundings of whatever it multiplies.
 - an absolute error e of a score becomes a factor exp(±e) of its probability.
 - a value that is w off before it is stored is w + u_T (|exact| + w) off after rounding to format T.
 
@@ -19,6 +22,7 @@ may overflow) the element is vacuous: it is counted and shown, not judged.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,25 +78,36 @@ def bounds(case: Case, exact: Exact, profile: Profile) -> dict[str, Bound]:
         # an empty query axis still yields bounds of the right (empty) shape
         for start in range(0, max(sq, 1), step):
             rows = _scores(setup, slice(start, min(sq, start + step)))
-            o, lse = _forward(setup, rows)
+            o, lse, kept = _forward(setup, rows)
             outs["o"].append(o)
             outs["lse"].append(lse)
             if keys is not None:
-                outs["dq"].append(_backward(setup, rows, o, lse, keys))
+                outs["dq"].append(_backward(setup, rows, o, lse, kept, keys))
         found = {name: _joined(pieces) for name, pieces in outs.items() if pieces}
         return found if keys is None else found | keys.finish()
 
 
-def growth(profile: Profile, n: Array | int) -> Array:
-    """Relative error of a sum of n products against the sum of their magnitudes."""
+def growth(profile: Profile, n: Array | int, places: int, *, matmul: bool = True) -> Array:
+    """Relative error of a sum of n products against the sum of their magnitudes.
+
+    ``places``: the length of the axis that is summed. A chain is as long as the axis makes it: its
+    visible terms may be spread, so that each block or each level of the tree holds one. Sums that
+    are no matrix product (row sums, <dO, o>) do not round their operands.
+    """
     n = np.asarray(n, dtype=np.float64)
     if profile.chain is None:
         length = n
     elif profile.chain == 0:
-        length = np.ceil(np.log2(np.maximum(n, 1.0))) + 1
+        length = np.minimum(n, math.ceil(math.log2(max(places, 1))) + 1)
     else:
-        length = np.minimum(n, profile.chain + np.ceil(n / profile.chain))
-    return np.asarray(length * profile.u + 2 * profile.u_in + profile.u_in**2)
+        length = np.minimum(n, profile.chain + math.ceil(places / profile.chain))
+    operands = (1 + profile.u_in) ** 2 if matmul else 1.0
+    return np.asarray(operands * length * profile.u + (operands - 1))
+
+
+def _roundings(k: int, u: float) -> float:
+    """Relative error after k roundings, (1 + u)^k - 1 and a little more."""
+    return k * u * (1 + k * u)
 
 
 # -- what all formulas share ------------------------------------------------------------------
@@ -113,8 +128,11 @@ class _Setup:
     unit: float  # of the storage format
     tiny_u: float  # smallest normal number of the accumulator
     tiny_p: float  # below this P and dS may flush on the way into their matmul
+    tiny_in: float  # below this a stored input may be read as 0; 0 where subnormals are kept
+    root: float  # of the scale, at least 1: what a flushed pre-scaled operand may be multiplied by
     acc_max: float  # half the accumulator's largest number
     p_max: float  # largest number of the format that dS is rounded to
+    gradient_max: float  # largest number of the format in which dQ, dK and dV are summed
     exp_max: float  # exp of more overflows the format that holds P
 
 
@@ -130,6 +148,7 @@ def _setup(case: Case, exact: Exact, p: Profile) -> _Setup:
     do = np.zeros((b, hq, sq, dv)) if case.do is None else np.where(keep[..., None], case.do.astype(np.float64), 0.0)
     dlse = np.zeros((b, hq, sq)) if case.dlse is None else np.where(keep, case.dlse.astype(np.float64), 0.0)
     exp_max = {"float16": 10.0, "float64": 708.0}.get(p.storage if stored else p.accumulator, 87.0)
+    scale = float(d) ** -0.5 if case.scale is None else abs(case.scale)
     return _Setup(
         case=case,
         exact=exact,
@@ -140,12 +159,15 @@ def _setup(case: Case, exact: Exact, p: Profile) -> _Setup:
         v=per_query_head(case.v),
         do=do,
         dlse=dlse,
-        scale=float(d) ** -0.5 if case.scale is None else abs(case.scale),
+        scale=scale,
         unit=storage.unit,
         tiny_u=wide.tiny,
         tiny_p=p.tiny if stored else wide.tiny,
+        tiny_in=p.tiny if p.tiny > storage.smallest else 0.0,
+        root=max(1.0, math.sqrt(scale)),
         acc_max=wide.max / 2,
         p_max=storage.max if stored else wide.max / 2,
+        gradient_max=wide.max / 2 if p.grads_in_storage is None else storage.max / 2,
         exp_max=exp_max,
     )
 
@@ -159,14 +181,14 @@ class _Rows:
     q_abs: Array
     raw: Array  # |raw|
     e_raw: Array  # error of the raw score
-    slope: Array  # how much of e_raw tanh lets through, at most
     e: Array  # error of the score
+    log_error: Array  # largest log-ratio of the kernel's unnormalised weight and exp(s - max)
     logp: Array
     prob: Array
     x: Array  # distance of the score below the row's maximum
     lam: Array  # [B, Hq, R]; 0 where the row is empty
     count: Array  # visible keys
-    row_sum: Array  # relative error of sums over the row, with rescaling
+    steps: Array  # rescales of what was summed before
     overflow: Array  # [B, Hq, R]: a score of the row, hidden ones included, may overflow
 
 
@@ -179,85 +201,111 @@ def _scores(s: _Setup, at: slice) -> _Rows:
     lam = np.where(np.isfinite(lam), lam, 0.0)
     count = seen.sum(axis=3)
 
-    # The product q.k: sums, inputs that flush, products that underflow (before and after the scale).
+    bias, alibi = _added(s, at)
+    added, terms = bias + alibi, (case.bias is not None) + (case.alibi_slopes is not None)
+    capped = case.softcap is not None
+
+    # The product q.k: sums, inputs that flush, products that underflow (before and after the scale),
+    # q or k that underflow when the scale, or its root, is multiplied into them.
     q_abs, k_abs = np.abs(s.q[:, :, at]), np.abs(s.k)
     qk = q_abs @ k_abs.swapaxes(2, 3)
     q_and_k = q_abs.sum(axis=3)[..., None] + k_abs.sum(axis=3)[:, :, None, :]
-    e_raw = s.scale * (growth(p, d) * qk + p.tiny * q_and_k + d * s.tiny_u) + s.tiny_u * qk
-    # The scale's own rounding, its product with q, k or q.k (one on each), and a cap's division.
-    e_raw = e_raw + (3 if case.softcap is None else 4) * u * raw
+    e_raw = s.scale * (growth(p, d, d) * qk + s.tiny_in * q_and_k + d * s.tiny_u) + s.tiny_u * (qk + s.root * q_and_k)
     if p.u_prescale:
         # q, or q and k by the scale's root, were stored with the scale already in them.
-        e_raw = e_raw + p.u_prescale * s.scale * qk + p.tiny * max(1.0, s.scale**0.5) * q_and_k
+        e_raw = e_raw + p.u_prescale * s.scale * qk + p.tiny * s.root * q_and_k
+    # The scale's own rounding, its product with q, k or q.k, and one more: 1/sqrt(d) in two steps, or
+    # log2(e). A cap divides (by 1/c: twice rounded); beside a bias log2(e) rounds the product too.
+    n = 4 if capped or terms else 3
+    e_raw = e_raw * (1 + _roundings(n, u)) + _roundings(n, u) * raw
 
     # softcap: tanh contracts; within e_raw of raw its slope stays below 4 exp(-2 |raw|/c + 2 e_raw/c).
-    e, slope, capped = e_raw, np.ones_like(raw), raw
+    e, largest = e_raw, raw
     if case.softcap is not None:
         c = case.softcap
         slope = np.minimum(1.0, 4 * np.exp(np.minimum(2 * (e_raw - raw) / c, 0.0)))
-        capped = c * np.tanh(raw / c)
-        tanh = c * p.u_tanh if p.tanh_is_absolute else p.u_tanh * capped
+        largest = c * np.tanh(raw / c)
+        tanh = c * p.u_tanh if p.tanh_is_absolute else p.u_tanh * largest
         e = np.minimum(_times(e_raw, slope) + tanh, 2 * c + c * p.u_tanh)
-    # bias and ALiBi: their own rounding and that of each addition (partial sums where there are two).
-    added, terms = _bias_magnitude(s, at)
-    e = e + (u + p.u_bias) * added + u * np.where(seen, np.abs(logp + lam[..., None]), 0.0)
+        # the product with c and log2(e); what is last is counted with the score below
+        e = e * (1 + 3 * u) + _roundings(3 if terms else 2, u) * largest
+    # bias and ALiBi: the bias as the kernel stores it, slope times distance, log2(e), each addition.
+    e = e + _roundings(3, u) * added + p.u_bias * bias
+    if p.u_bias:
+        e = e + p.tiny
     if terms > 1:
-        e = e + u * (capped + added)
+        e = e + u * (largest + added)
+    e = e * (1 + u) + u * np.where(seen, np.abs(logp + lam[..., None]), 0.0)
+    e = np.where(seen, e, 0.0)
 
     top = np.where(seen, logp, -np.inf).max(axis=3, initial=-np.inf)
+    x = np.where(seen, top[..., None] - logp, 0.0)
     # Rescales of what was summed before: visible keys may be spread, one to a block.
     steps = np.maximum(np.minimum(count, np.ceil(seen.shape[3] / p.key_block)) - 1, 0)
-    # Headroom: hidden pairs are computed too, and before they are scaled.
-    over = (np.maximum(qk, s.scale * qk) + added > s.acc_max).any(axis=3)
-    if p.u_prescale and case.k.size:
-        largest = max(s.scale, s.scale**0.5) * np.maximum(q_abs.max(axis=3), k_abs.max(axis=(2, 3))[..., None])
-        over = over | (largest > format_of(p.storage).max)
+    # exp at the rounded distance from the maximum so far, and of each later raise of it: together the
+    # distances are x. Three roundings: the difference and log2(e), or a maximum that was scaled alone.
+    log_error = np.where(seen, e + _roundings(3, u) * x + (1 + steps[..., None]) * p.u_exp, 0.0)
     return _Rows(
         at=at,
         seen=seen,
         q_abs=q_abs,
         raw=raw,
         e_raw=e_raw,
-        slope=slope,
-        e=np.where(seen, e, 0.0),
+        e=e,
+        log_error=log_error,
         logp=logp,
         prob=np.exp(logp),
-        x=np.where(seen, top[..., None] - logp, 0.0),
+        x=x,
         lam=lam,
         count=count,
-        row_sum=growth(p, count) + 4 * u + steps * (p.u_exp + 2 * u),
-        overflow=over,
+        steps=steps,
+        overflow=_scores_overflow(s, q_abs, k_abs, qk, bias, added),
     )
 
 
-def _bias_magnitude(s: _Setup, at: slice) -> tuple[Array, int]:
-    """|bias| + |ALiBi| per pair, and how many of the two there are."""
-    case, terms = s.case, 0
-    added: Array = np.zeros((1, 1, 1, 1))
+def _scores_overflow(s: _Setup, q_abs: Array, k_abs: Array, qk: Array, bias: Array, added: Array) -> Array:
+    """Rows [B, Hq, R] in which a score may overflow: hidden pairs are computed too, and before they
+    are scaled; the scale may be multiplied into q or k first, or rounded with them into storage."""
+    p, most = s.p, format_of(s.p.storage).max
+    within = (qk + added <= s.acc_max) & (s.scale * qk + added <= s.acc_max)
+    if p.u_bias:
+        within = within & (bias <= most)
+    over = ~within.all(axis=3)
+    if s.case.k.size:
+        largest = np.maximum(q_abs.max(axis=3), k_abs.max(axis=(2, 3))[..., None]) * max(s.scale, s.scale**0.5)
+        over = over | ~(largest <= (min(most, s.acc_max) if p.u_prescale else s.acc_max))
+    return over
+
+
+def _added(s: _Setup, at: slice) -> tuple[Array, Array]:
+    """|bias| and |ALiBi| per pair; what is not there is 0."""
+    case = s.case
+    bias, alibi = np.zeros((1, 1, 1, 1)), np.zeros((1, 1, 1, 1))
     if case.bias is not None:
-        bias = broadcast_mask(case, np.abs(case.bias.astype(np.float64)))[:, :, at]
-        added, terms = np.where(np.isfinite(bias), bias, 0.0), terms + 1
+        found = broadcast_mask(case, np.abs(case.bias.astype(np.float64)))[:, :, at]
+        bias = np.where(np.isfinite(found), found, 0.0)
     if case.alibi_slopes is not None:
         slopes = np.broadcast_to(np.abs(case.alibi_slopes.astype(np.float64)), case.q.shape[:2])
-        added = added + slopes[..., None, None] * np.abs(distances(case)[:, None, at])
-        terms += 1
-    return added, terms
+        alibi = slopes[..., None, None] * np.abs(distances(case)[:, None, at])
+    return bias, alibi
 
 
 # -- forward ------------------------------------------------------------------------------------
 
 
-def _forward(s: _Setup, r: _Rows) -> tuple[Bound, Bound]:
+def _forward(s: _Setup, r: _Rows) -> tuple[Bound, Bound, Array]:
+    """Bounds of o and lse, and how far log p may be off where the backward pass keeps the forward's P."""
     p, u = s.p, s.p.u
     o = s.exact.o.hi[:, :, r.at]
+    places = s.case.shape[4]
 
-    # lambda moves by at most log sum_j p_ij exp(e_ij). (The mean of e is no bound of it.)
-    grown = np.where(r.seen, r.prob * np.expm1(np.minimum(r.e, 1.0)), 0.0).sum(axis=3)
-    lam_error = np.where(r.e.max(axis=3, initial=0.0) > 1.0, _logsumexp(r.logp + r.e), np.log1p(grown))
-    lam_error = np.maximum(lam_error, 0.0)
+    # The weights w_ij are exp(±log_error) off, so their sum by at most sum_j p_ij exp(log_error), up
+    # and down (Cauchy-Schwarz: the two means' product is at least 1). The mean of the errors is no
+    # bound of its log.
+    from_scores, moved = _log_mean_exp(r, r.e), _log_mean_exp(r, r.log_error)
 
-    # Probabilities: score, row sum, the argument's rounding and exp with the division.
-    shift = np.where(r.seen, r.e + lam_error[..., None] + u * (r.x + 4) + p.u_exp, 0.0)
+    # Probabilities w / sum w, which never pass 1.
+    shift = np.where(r.seen, r.log_error + moved[..., None], 0.0)
     up = np.where(
         shift < 1.0,
         np.minimum(r.prob * np.expm1(np.minimum(shift, 1.0)), -np.expm1(r.logp)),
@@ -266,14 +314,29 @@ def _forward(s: _Setup, r: _Rows) -> tuple[Bound, Bound]:
     error = np.maximum(up, -r.prob * np.expm1(-shift))
     most = r.prob + error  # the kernel's own probability is at most this
 
-    # Output. The errors of a row's probabilities sum to 0 but for rounding, so they act on v - o.
+    # Output. Errors of a row's weights act on v - o: sum (w - p)(v - o) / sum w. The same holds of the
+    # normalised probabilities, whose errors stay small where those of the weights are huge.
     spread = np.where(r.seen[..., None], np.abs(s.v[:, :, None] - o[..., None, :]), 0.0)
-    by_errors = _sum_product(error[..., None, :], spread)[..., 0, :]
     hull = spread.max(axis=3, initial=0.0)
+    of_weights = _times(np.exp(moved)[..., None], r.prob * np.expm1(np.minimum(r.log_error, 1.0)))
+    of_weights = np.where((r.log_error < 1.0).all(axis=3)[..., None], of_weights, np.inf)
+    by_errors = np.fmin(_weighted(of_weights, spread), _weighted(error, spread))
     conditioning = np.minimum(by_errors, hull)  # no weights can leave the hull of V
-    v_abs = np.abs(s.v)
-    rounding = (p.u_p + 2 * r.row_sum)[..., None] * (most @ v_abs)
-    underflow = np.minimum(most, s.tiny_p) @ v_abs + (p.tiny + r.count * s.tiny_u)[..., None]
+    # Rounding: P on its way in, the sum with its rescales, the division (or 1/l and a product), which
+    # may come before the product with V; and of the row sum, which divides what was summed so far.
+    # A kernel that sums the row first weighs each key twice, by other paths where there were rescales.
+    v_abs, o_abs = np.abs(s.v), np.abs(o)
+    divided = max(p.u_exp, u) + u
+    summed = growth(p, r.count, places) + r.steps * u + divided
+    row_sum = growth(p, r.count, places, matmul=False) + r.steps * u
+    twice = np.where(r.seen, (2 + r.steps[..., None]) * p.u_exp + _roundings(6, u) * r.x, 0.0)
+    twice = np.where(r.steps > 0, (most * twice).sum(axis=3), 0.0)
+    most_v = most @ v_abs
+    divisor = _relative(row_sum + twice)[..., None]
+    rounding = (p.u_p + summed * (1 + p.u_p))[..., None] * most_v * (1 + divisor) + divisor * (o_abs + conditioning)
+    # Underflow: P on its way in, the products, what is rescaled; V that is read as 0; O itself.
+    underflow = np.minimum(most, s.tiny_p) @ v_abs + (s.tiny_in * most.sum(axis=3) + p.tiny)[..., None]
+    underflow = underflow + ((2 * r.count + 1) * s.tiny_u)[..., None] * (1 + o_abs)
     parts = {"errors of the probabilities": conditioning, "rounding of P and of sums": rounding, "underflow": underflow}
     vacuous = (by_errors >= hull) & (hull > rounding + underflow)
     # unnormalised sums: each weight is at most 1
@@ -282,50 +345,76 @@ def _forward(s: _Setup, r: _Rows) -> tuple[Bound, Bound]:
     structural = np.abs(o) < 4 * p.tiny
     o_bound = _bound(o, parts, s.unit, vacuous, r.overflow[..., None] | sums, structural, empty[..., None])
 
-    # Log-sum-exp: exp of each term at its own argument, the sum, the maximum added to the log.
-    top = np.where(r.seen, r.logp, -np.inf).max(axis=3, initial=-np.inf)
-    top = np.where(empty, 0.0, top) + r.lam
+    # Log-sum-exp: the weights, their sum, its log, the maximum brought to base e, the addition.
+    log_sum = np.where(empty, 0.0, -np.where(r.seen, r.logp, -np.inf).max(axis=3, initial=-np.inf))
+    sums_and_exp = moved - from_scores + _relative(row_sum) + r.count * s.tiny_u
+    lse = FORMATS[p.lse]
     parts = {
-        "errors of the scores": lam_error,
-        "exp and sums": np.where(empty, 0.0, r.row_sum + p.u_exp + u * (most * (r.x + 1)).sum(axis=3)),
-        "maximum and log": 2 * u * (np.abs(top) + np.abs(r.lam)),
+        "errors of the scores": from_scores,
+        "exp and sums": np.where(empty, 0.0, sums_and_exp),
+        "maximum and log": max(p.u_exp, u) * (log_sum + moved + sums_and_exp)
+        + _roundings(3, u) * (np.abs(r.lam - log_sum) + np.abs(r.lam)),
+        "underflow": np.full(empty.shape, p.tiny if p.lse == p.storage else lse.tiny),
     }
     never = np.zeros(empty.shape, dtype=bool)
-    lse_bound = _bound(r.lam, parts, FORMATS[p.lse].unit, never, r.overflow, never, never)
+    lse_bound = _bound(r.lam, parts, lse.unit, never, r.overflow, never, never)
     vacuous = lse_bound.vacuous | (lse_bound.allowed >= np.maximum(1.0, np.abs(r.lam)))
-    return o_bound, _replace_vacuous(lse_bound, vacuous)
+    kept = shift + (_relative(row_sum + twice) + divided)[..., None]
+    return o_bound, _replace_vacuous(lse_bound, vacuous), kept
+
+
+def _log_mean_exp(r: _Rows, error: Array) -> Array:
+    """log sum_j p_ij exp(error_ij): by how much errors of the scores may move the log of their sum."""
+    grown = np.where(r.seen, r.prob * np.expm1(np.minimum(error, 1.0)), 0.0).sum(axis=3)
+    exact = np.where(error.max(axis=3, initial=0.0) > 1.0, _logsumexp(r.logp + error), np.log1p(grown))
+    return np.maximum(exact, 0.0)
+
+
+def _relative(error: Array) -> Array:
+    """Relative error of 1/x, and of log x absolutely, where x is relatively ``error`` off."""
+    return np.where(error < 1, error / np.maximum(1 - error, 2.0**-53), np.inf)
+
+
+def _weighted(weights: Array, spread: Array) -> Array:
+    """sum_j weights_ij spread_ijc."""
+    return _sum_product(weights[..., None, :], spread)[..., 0, :]
 
 
 # -- backward -----------------------------------------------------------------------------------
 
 
-def _backward(s: _Setup, r: _Rows, o_bound: Bound, lse_bound: Bound, keys: _KeySide) -> Bound:
+def _backward(s: _Setup, r: _Rows, o_bound: Bound, lse_bound: Bound, kept: Array, keys: _KeySide) -> Bound:
     """Bound of dq for these rows; what they add to dk, dv and dbias goes into ``keys``."""
     case, p, u = s.case, s.p, s.p.u
     dv = case.shape[6]
     do, dlse, o = s.do[:, :, r.at], s.dlse[:, :, r.at], s.exact.o.hi[:, :, r.at]
     do_abs, k_abs, v_abs = np.abs(do), np.abs(s.k), np.abs(s.v)
 
-    # P again, from the stored log-sum-exp. Nothing normalises it: it may pass 1.
-    shift = np.where(
-        r.seen, r.e + lse_bound.allowed[..., None] + u * (r.x + np.abs(r.lam[..., None]) + 4) + p.u_exp, 0.0
-    )
+    # P again, from the stored log-sum-exp (nothing normalises it: it may pass 1), or the forward's.
+    # Its argument: the difference, whose size is -log p, and log2(e) on it or on the log-sum-exp.
+    lam_abs, logp_abs = np.abs(r.lam)[..., None], np.where(r.seen, np.abs(r.logp), 0.0)
+    again = r.e + lse_bound.allowed[..., None] + _roundings(3, u) * logp_abs + _roundings(2, u) * lam_abs + p.u_exp
+    again = np.where(r.seen, again, 0.0)
+    shift = np.where(r.seen, np.fmax(again, kept), 0.0)
     error = np.where(shift < 1.0, r.prob * np.expm1(np.minimum(shift, 1.0)), np.exp(r.logp + shift) - r.prob)
     most = r.prob + error
-    recompute_over = (shift > s.exp_max - 1).any(axis=3)
+    recompute_over = ~(again <= s.exp_max - 1).all(axis=3)
+    recompute_over = recompute_over | _may_overflow(r.lam, lse_bound, FORMATS[p.lse].max)
 
     # dP = <dO, v>: sums, flushed inputs, underflow.
     dp = do @ s.v.swapaxes(2, 3)
     dov = do_abs @ v_abs.swapaxes(2, 3)
-    dp_error = growth(p, dv) * dov + dv * s.tiny_u
-    dp_error = dp_error + p.tiny * (do_abs.sum(axis=3)[..., None] + v_abs.sum(axis=3)[:, :, None, :])
+    dp_error = growth(p, dv, dv) * dov + dv * s.tiny_u
+    dp_error = dp_error + s.tiny_in * (do_abs.sum(axis=3)[..., None] + v_abs.sum(axis=3)[:, :, None, :])
     dp_abs = np.abs(dp)
 
     # D = <dO, o> from the kernel's own O, or sum_j p_ij dP_ij: a kernel may take either.
     delta = (do * o).sum(axis=3)
-    from_o = _sum_product(do_abs[..., None, :], o_bound.allowed[..., None])[..., 0, 0]
-    from_o = from_o + growth(p, dv) * (do_abs * np.abs(o)).sum(axis=3) + dv * s.tiny_u
-    from_p = (_times(error + r.row_sum[..., None] * most, dp_abs) + _times(most, dp_error)).sum(axis=3)
+    reach = np.abs(o) + np.where(np.isfinite(o_bound.allowed), o_bound.allowed, np.inf)
+    from_o = _times(do_abs, o_bound.allowed).sum(axis=3) + dv * s.tiny_u
+    from_o = from_o + (growth(p, dv, dv, matmul=False)[..., None] * do_abs * reach + s.tiny_in * reach).sum(axis=3)
+    row_sum = growth(p, r.count, case.shape[4], matmul=False)[..., None] * most
+    from_p = (_times(error + row_sum, dp_abs + dp_error) + r.prob * dp_error).sum(axis=3)
     from_p = from_p + r.count * s.tiny_u
     delta_error = np.fmax(from_o, from_p)
     delta_abs, dlse_abs = np.abs(delta)[..., None], np.abs(dlse)[..., None]
@@ -333,16 +422,21 @@ def _backward(s: _Setup, r: _Rows, o_bound: Bound, lse_bound: Bound, keys: _KeyS
     # dS = p (dP - D + dlse). Whatever multiplies the kernel's own probability takes its largest.
     gap = np.abs(dp - delta[..., None] + dlse[..., None])
     ds = r.prob * gap
-    y = _times(error, gap) + _times(most, dp_error + delta_error[..., None] + 2 * u * (dp_abs + delta_abs + dlse_abs))
-    ds_error = y + (p.u_p + 2 * u) * (ds + y) + np.minimum(s.tiny_p, ds + y)
+    pieces = dp_abs + dp_error + delta_abs + delta_error[..., None] + dlse_abs
+    y = _times(error, gap) + _times(
+        most, dp_error + delta_error[..., None] + _roundings(2, u) * pieces + 2 * s.tiny_u
+    )
+    ds_error = y + (p.u_p + u * (1 + p.u_p)) * (ds + y) + np.minimum(s.tiny_p, ds + y)
     ds_error = ds_error + np.minimum(s.tiny_p, most) * gap + s.tiny_u
     ds_error = np.where(r.seen, ds_error, 0.0)
     natural = r.prob * (dp_abs + delta_abs + dlse_abs)
-    # Headroom: the pieces of dP - D (hidden pairs too), and dS in the format it is stored in.
-    reach = np.abs(o) + np.where(np.isfinite(o_bound.allowed), o_bound.allowed, np.inf)
+    # Headroom: the pieces of dP - D (hidden pairs too), O as it is stored, dS in the format it is
+    # stored in, the scale multiplied into it or not.
     pieces = dov + _sum_product(do_abs[..., None, :], reach[..., None])[..., 0] + dlse_abs
-    row_over = (pieces > s.acc_max).any(axis=3) | (ds + ds_error > s.p_max).any(axis=3)
+    dsmost = (ds + ds_error) * (max(1.0, s.scale) if p.ds_scaled_first else 1.0)
+    row_over = ~(pieces <= s.acc_max).all(axis=3) | (r.seen & ~(dsmost <= s.p_max)).any(axis=3)
     row_over = row_over | r.overflow | recompute_over | o_bound.overflow.any(axis=3)
+    row_over = row_over | _may_overflow(o, o_bound, format_of(p.storage).max).any(axis=3)
 
     keys.add_bias(r.at, ds, ds_error, natural, row_over, r.seen)
 
@@ -353,31 +447,63 @@ def _backward(s: _Setup, r: _Rows, o_bound: Bound, lse_bound: Bound, keys: _KeyS
         slope = np.where(x > 350, 0.0, 1 / np.cosh(np.minimum(x, 350.0)) ** 2)
         moved = 2 * r.e_raw / c
         slope_error = np.minimum(_times(slope, np.expm1(moved)), 1.0)
-        slope_error = slope_error + 6 * p.u_tanh * np.where(moved >= 1, r.slope, 1.0)
-        ds_error = _times(ds_error, slope + slope_error) + ds * slope_error + u * ds * slope
-        ds_error = np.where(r.seen, ds_error + s.tiny_p, 0.0)
+        # tanh's own error counts twice in its square; tanh may come from the score over c (twice two
+        # roundings), the square and the difference round
+        slope_error = slope_error + 2 * p.u_tanh * (1 + p.u_tanh) + _roundings(6, u)
+        ds_error = _times(ds_error, slope + slope_error) + ds * slope_error
+        ds_error = ds_error + u * (ds * slope + ds_error) + s.tiny_p
+        ds_error = np.where(r.seen, ds_error, 0.0)
         ds, natural = ds * slope, natural * slope
     largest = ds + ds_error
 
-    # dQ = scale dS K
-    n = r.count[..., None]
+    # dQ = scale dS K. The scale, or its root twice, is rounded and multiplied: four roundings.
+    n, mass = r.count[..., None], largest.sum(axis=3)[..., None]
     ds_k = _sum_product(largest, k_abs)
     parts = {
         "errors of dS": s.scale * _sum_product(ds_error, k_abs),
-        "sums": s.scale * growth(p, n) * ds_k,
-        "underflow": s.scale * n * s.tiny_u + s.tiny_u * ds_k + p.tiny,
+        "sums": s.scale * (growth(p, n, case.shape[4]) + _roundings(4, u)) * ds_k,
+        "underflow": _underflow(s, n, mass, ds_k),
     }
+    if p.u_prescale:
+        parts["k stored with the scale"] = p.u_prescale * s.scale * ds_k + p.tiny * s.root * mass
     signed = np.where(r.seen, np.sign(dp - delta[..., None] + dlse[..., None]) * ds, 0.0)
     if p.ds_scaled_first:
-        parts["dS scaled before it is rounded"] = np.minimum(p.tiny, s.scale * largest) @ k_abs
+        parts["dS scaled before it is rounded"] = np.minimum(s.tiny_p, s.scale * largest) @ k_abs
     if p.grads_in_storage is not None:
-        parts["sums kept in storage"] = _in_storage_over_keys(s, signed)
+        blocks = -(-case.shape[4] // p.grads_in_storage[1])
+        parts["sums kept in storage"] = _kept_in_storage(s, parts, _in_storage_over_keys(s, signed), blocks)
     dq = s.exact.dq.hi[:, :, r.at]  # type: ignore[union-attr]
     size = s.scale * (natural @ k_abs)
-    over = row_over[..., None] | (ds_k * max(1.0, s.scale) > s.acc_max)
+    over = row_over[..., None] | ~(ds_k * max(1.0, s.scale) <= s.gradient_max)
     keys.add(r, do_abs, do, error, most, ds_error, signed, largest, natural, row_over, recompute_over)
     bound = _bound(dq, parts, s.unit, np.zeros_like(over), over, size < 4 * p.tiny, (r.count == 0)[..., None])
     return _replace_vacuous(bound, bound.vacuous | ((bound.allowed >= size) & ~bound.structural))
+
+
+def _underflow(s: _Setup, n: Array, mass: Array, total: Array) -> Array:
+    """What dQ or dK may lose below the formats' ranges. ``mass`` is sum |dS|, ``total`` sum |dS| |k|.
+
+    Operands read as 0, or that the scale makes small; the scale itself; products, before or after the
+    scale; the result.
+    """
+    operands = (s.scale * s.tiny_in + s.root * s.tiny_u) * mass
+    return np.asarray(operands + s.tiny_u * total + max(1.0, s.scale) * n * s.tiny_u + s.p.tiny)
+
+
+def _may_overflow(exact: Array, bound: Bound, most: float) -> Array:
+    """Where a value that is stored on the way may be infinite."""
+    return ~(np.abs(exact) + bound.allowed <= most)
+
+
+def _kept_in_storage(s: _Setup, parts: dict[str, Array], running: Array, steps: int) -> Array:
+    """Error of a sum that is rounded to storage in each of its steps, beyond that of its terms.
+
+    ``running``: the sum over steps of one rounding of the exact running sum. The kernel's own running
+    sum is off by what came before, and each later rounding makes that larger: (1 + unit)^steps.
+    """
+    before = sum(parts.values(), np.zeros(running.shape))
+    power = math.expm1(steps * math.log1p(s.unit))
+    return np.asarray(running + _times(np.asarray(power), before + running))
 
 
 def _in_storage_over_keys(s: _Setup, signed: Array) -> Array:
@@ -405,6 +531,7 @@ class _KeySide:
             for name in ("errors of the probabilities", "rounding of P", "total", "natural")
         }
         self.dv["underflow"] = zeros((b, hk, sk, dv))
+        self.mass = {name: zeros((b, hk, sk, 1)) for name in ("dk", "dv")}
         self.dk = {name: zeros((b, hk, sk, d)) for name in ("errors of dS", "total", "natural", "scaled first")}
         self.storage = {"dk": zeros((b, hk, sk, d)), "dv": zeros((b, hk, sk, dv))}
         self.running = {"dk": zeros((b, hq, sk, d)), "dv": zeros((b, hq, sk, dv))}
@@ -443,11 +570,13 @@ class _KeySide:
         self.dv["underflow"] += over_rows(np.minimum(most, s.tiny_p), do_abs)
         self.dv["total"] += over_rows(most, do_abs)
         self.dv["natural"] += over_rows(r.seen.astype(np.float64), do_abs)
+        self.mass["dv"] += self._group(most.sum(axis=2)[..., None])
+        self.mass["dk"] += self._group(largest.sum(axis=2)[..., None])
         self.dk["errors of dS"] += s.scale * over_rows(ds_error, r.q_abs)
         self.dk["total"] += over_rows(largest, r.q_abs)
         self.dk["natural"] += s.scale * over_rows(natural, r.q_abs)
         if p.ds_scaled_first:
-            self.dk["scaled first"] += over_rows(np.minimum(p.tiny, s.scale * largest), r.q_abs)
+            self.dk["scaled first"] += over_rows(np.minimum(s.tiny_p, s.scale * largest), r.q_abs)
         self.dv_over |= self._group(r.overflow | recompute_over).any(axis=2)
         self.dk_over |= self._group(row_over).any(axis=2)
         if p.grads_in_storage is not None:
@@ -482,35 +611,36 @@ class _KeySide:
         s, p = self.s, self.s.p
         exact, n = s.exact, self.count
         never_seen = n == 0
+        places = s.case.group * s.case.shape[3]
         found = {}
 
         parts = {
             "errors of the probabilities": self.dv["errors of the probabilities"],
             "rounding of P": self.dv["rounding of P"],
-            "sums": growth(p, n) * self.dv["total"],
-            "underflow": self.dv["underflow"] + p.tiny + n * s.tiny_u,
+            "sums": growth(p, n, places) * self.dv["total"] * (1 + p.u_p),
+            "underflow": self.dv["underflow"] + s.tiny_in * self.mass["dv"] + p.tiny + n * s.tiny_u,
         }
-        over = self.dv_over[..., None, None] | (self.dv["total"] > s.acc_max)
+        over = self.dv_over[..., None, None] | ~(self.dv["total"] <= s.gradient_max)
         found["dv"] = self._output("dv", exact.dv.hi, parts, self.dv["natural"], over, never_seen)  # type: ignore[union-attr]
 
         total = self.dk["total"]
         parts = {
             "errors of dS": self.dk["errors of dS"],
-            "sums": s.scale * growth(p, n) * total,
-            "underflow": s.scale * n * s.tiny_u + s.tiny_u * total + p.tiny,
+            "sums": s.scale * (growth(p, n, places) + _roundings(4, p.u)) * total,
+            "underflow": _underflow(s, n, self.mass["dk"], total),
         }
         if p.u_prescale:
-            parts["q stored with the scale"] = s.scale * p.u_prescale * total + p.tiny * total
+            parts["q stored with the scale"] = s.scale * p.u_prescale * total + p.tiny * s.root * self.mass["dk"]
         if p.ds_scaled_first:
             parts["dS scaled before it is rounded"] = self.dk["scaled first"]
-        over = self.dk_over[..., None, None] | (total * max(1.0, s.scale) > s.acc_max)
+        over = self.dk_over[..., None, None] | ~(total * max(1.0, s.scale) <= s.gradient_max)
         found["dk"] = self._output("dk", exact.dk.hi, parts, self.dk["natural"], over, never_seen)  # type: ignore[union-attr]
 
         if self.bias is not None and s.case.bias is not None:
             bias = self.bias
             parts = {
                 "errors of dS": bias["error"],
-                "sums": growth(p, bias["count"]) * bias["total"],
+                "sums": growth(p, bias["count"], self._places_of_bias(), matmul=False) * bias["total"],
                 "underflow": np.full_like(bias["error"], p.tiny),
             }
             unit = max(format_of(s.case.bias.dtype).unit, p.u_bias)
@@ -532,7 +662,10 @@ class _KeySide:
     ) -> Bound:
         p = self.s.p
         if p.grads_in_storage is not None:
-            parts["sums kept in storage"] = self.storage[name] + self._over_group(name)
+            running = self.storage[name] + self._over_group(name)
+            shape = self.s.case.shape
+            steps = -(-shape[3] // p.grads_in_storage[0]) + self.s.case.group
+            parts["sums kept in storage"] = _kept_in_storage(self.s, parts, running, steps)
         bound = _bound(
             exact,
             parts,
@@ -543,6 +676,12 @@ class _KeySide:
             np.broadcast_to(never_seen, exact.shape),
         )
         return _replace_vacuous(bound, bound.vacuous | ((bound.allowed >= natural) & ~bound.structural))
+
+    def _places_of_bias(self) -> int:
+        """How many pairs one element of the stored bias is added to, hidden ones included."""
+        assert self.s.case.bias is not None
+        b, hq, _, sq, sk, _, _ = self.s.case.shape
+        return b * hq * sq * sk // max(1, self.s.case.bias.size)
 
     def _over_group(self, name: str) -> Array:
         """One more rounding to storage for each head that is added to its group's sum."""

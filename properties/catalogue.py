@@ -22,6 +22,9 @@ from .verdict import Outcome, Verdict, Worst
 FORWARD = ("o", "lse")
 BACKWARD = ("dq", "dk", "dv")
 
+#: violations that leave nothing to judge
+NO_RESULT = ("raised", "missing", "died")
+
 
 @dataclass(frozen=True)
 class Property:
@@ -84,6 +87,8 @@ def _outcome(
         return Verdict(Outcome.DECLINED, outcome.declined)
     if outcome.raised is not None:
         return violated("raised", f"it raised {outcome.raised}")
+    if outcome.died is not None:
+        return violated("died", f"it {outcome.died}")
     return outcome
 
 
@@ -164,7 +169,7 @@ def empty_row_contract(candidate: Candidate, case: Case, presentation: Presentat
         verdict = judge_output(candidate, case, presentation, output)
         if verdict.outcome is Outcome.DECLINED:
             return verdict
-        if verdict.outcome is Outcome.VIOLATED and verdict.kind in ("contract", "non-finite", "raised", "missing"):
+        if verdict.outcome is Outcome.VIOLATED and verdict.kind in ("contract", "non-finite", *NO_RESULT):
             return verdict
         if output in ("o", "lse", "dq"):
             judged += int(empty_elements(case, output).sum())
@@ -191,7 +196,7 @@ def nan_pattern(candidate: Candidate, case: Case, presentation: Presentation) ->
         verdict = judge_output(candidate, case, presentation, output)
         if verdict.outcome is Outcome.DECLINED:
             return verdict
-        if verdict.outcome is Outcome.VIOLATED and verdict.kind in ("non-finite", "raised", "missing"):
+        if verdict.outcome is Outcome.VIOLATED and verdict.kind in ("non-finite", *NO_RESULT):
             return verdict
         judged += verdict.judged
     return Verdict(Outcome.HOLDS, judged=judged) if judged else Verdict(Outcome.VACUOUS, "no element of it is judged")

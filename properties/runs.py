@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import mpmath
 
 from ..kernels.candidate import Candidate, Unsupported
+from ..kernels.isolated import Died
 from ..oracle.bounds import Bound, bounds
 from ..oracle.case import Case, Presentation
 from ..oracle.definition import define
@@ -30,11 +31,12 @@ class OracleError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of calling a candidate: a result, or why it declined, or what it raised."""
+    """What came of calling a candidate: a result, or why it declined, what it raised, how it died."""
 
     result: Result | None = None
     declined: str | None = None
     raised: str | None = None
+    died: str | None = None
 
 
 class _Cache:
@@ -86,6 +88,8 @@ def _call(candidate: Candidate, case: Case, presentation: Presentation, want: fr
         result = candidate.run(case, presentation, want)
     except (Unsupported, NotImplementedError) as refusal:
         return Outcome(declined=str(refusal) or type(refusal).__name__)
+    except Died as death:
+        return Outcome(died=str(death))
     except Exception as error:  # a kernel's exception is a verdict, not ours to raise
         lines = str(error).strip().splitlines() or [""]
         return Outcome(raised=f"{type(error).__name__}: {lines[0][:300]}")

@@ -34,7 +34,7 @@ PREDICATES: dict[str, tuple[Predicate, int, int]] = {
     "an empty row": (lambda c, p: "empty-row" in features(c), 1, 1),
     "ascending scores": (ascending_scores, 1, 2),
     "ragged blocks": (lambda c, p: p.k_blocks is not None and c.shape[4] > 1, 1, 2),
-    "a hidden key": (lambda c, p: bool((~visible(c)).any()), 1, 1),
+    "a hidden key": (lambda c, p: bool((~visible(c)).any()), 1, 2),
 }
 
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attncheck.fixtures.shipped import load
 from attncheck.kernels.candidate import Candidate
 from attncheck.kernels.torch_sdpa import FLASH, FLASH_HALF_EXP, MATH
 from attncheck.oracle.case import Case, Presentation
-from attncheck.properties.catalogue import judge_output
+from attncheck.properties.catalogue import PROPERTIES, judge_output
+from attncheck.properties.replay import replay
 from attncheck.properties.verdict import Outcome
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -96,7 +98,7 @@ def test_math_computes_half_types_in_float32_and_rounds_once(name: str) -> None:
     assert MATH.profile(name).u_p == 0 and FLASH.profile(name).u_p == 2.0 ** {"float16": -11, "bfloat16": -8}[name]
 
 
-# -- the known fault of flash ----------------------------------------------------------------
+# -- known faults ----------------------------------------------------------------------------
 
 
 def causal(scale: float | None, sk: int = 2) -> Case:
@@ -129,6 +131,36 @@ def test_the_fault_is_declared_where_it_strikes_and_nowhere_else() -> None:
         assert not known.when(causal(scale), FLAGS)
     assert not known.when(replace(causal(-1.0), causal="bottom-right"), FLAGS)
     assert not known.when(replace(causal(-1.0), causal=None), FLAGS)
+
+
+def without_keys(largest: float) -> Case:
+    q = np.full((1, 1, 1, 2), largest, np.float32)
+    return Case(q=q, k=q[:, :, :0], v=q[:, :, :0], do=q)
+
+
+def test_sdpa_is_nan_without_keys_where_the_sum_of_q_overflows() -> None:
+    """In plain torch: the answer for axes of size 0 is 0 plus 0 times the sum of the inputs."""
+    q, empty = torch.full((1, 1, 1, 2), 3e38), torch.zeros(1, 1, 0, 2)
+    assert SDPA(q, empty, empty).isnan().all()
+    q = torch.ones(1, 1, 1, 2, requires_grad=True)
+    o = SDPA(q, empty, empty)
+    assert (o == 0).all() and torch.autograd.grad(o, q, torch.full_like(o, 3e38))[0].isnan().all()
+    (known,) = MATH.known
+    for output in ("o", "dq"):
+        assert judge_output(MATH, without_keys(3e38), FLAGS, output).outcome is Outcome.VIOLATED
+        assert judge_output(MATH, without_keys(1e38), FLAGS, output).outcome is Outcome.HOLDS
+    assert known.when(without_keys(3e38), FLAGS) and not known.when(without_keys(1e38), FLAGS)
+    assert not known.when(causal(None), FLAGS)
+
+
+@pytest.mark.parametrize("candidate", [MATH, FLASH], ids=lambda candidate: candidate.name)
+def test_each_known_fault_ships_its_smallest_case(candidate: Candidate) -> None:
+    for known in candidate.known:
+        record = load(known.case)
+        assert known.when(record.case, record.presentation)
+        assert replay(record, candidate).outcome is Outcome.VIOLATED
+        assert record.seen["versions"]["torch"] in known.versions
+        assert set(known.properties) <= PROPERTIES.keys()
 
 
 def test_flash_declines_what_it_cannot_do() -> None:
