@@ -9,12 +9,25 @@ from functools import lru_cache
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 from hypothesis.errors import NonInteractiveExampleWarning
+from hypothesis.internal.conjecture.providers import AVAILABLE_PROVIDERS, HypothesisProvider
 
 from ..oracle.case import Case, Presentation
 from .strategies import Plan, cases
 
 #: cases generated at a time; a part of the stream's definition, as it decides what Hypothesis draws
 CHUNK = 64
+
+
+class _SameEverywhere(HypothesisProvider):
+    """Hypothesis's own choices, without the constants that it collects from the modules of the project
+    at hand: those would make the draws depend on who runs them."""
+
+    def _maybe_draw_constant(self, *_: object, **__: object) -> None:
+        return None
+
+
+BACKEND = "attncheck"
+AVAILABLE_PROVIDERS[BACKEND] = f"{_SameEverywhere.__module__}.{_SameEverywhere.__name__}"
 
 
 def drawn(plan: Plan, seed: int) -> Iterator[tuple[Case, Presentation]]:
@@ -39,6 +52,7 @@ def _chunk(plan: Plan, seed: int, number: int) -> tuple[tuple[Case, Presentation
 
     @hypothesis_seed(seed * 1_000_003 + number)
     @settings(
+        backend=BACKEND,
         max_examples=CHUNK,
         phases=[Phase.generate],
         database=None,

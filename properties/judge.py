@@ -193,8 +193,9 @@ def _worst(output: str, got: Array, truth: Enclosed, bound: Bound, at: tuple[int
 def _may_be_infinite(wide: Array, truth: Enclosed, bound: Bound, largest: float, unit: float) -> Array:
     """Where an infinity is what rounding to the output's format may rightly give."""
     with np.errstate(all="ignore"):
-        reaches = np.abs(truth.hi) + bound.allowed >= largest * (1 + unit / 2)
-    return np.isinf(wide) & reaches & (np.sign(wide) == np.sign(truth.hi))
+        # towards got's side: beside an exact value near 0 the bound may reach both ends of the format
+        reaches = np.sign(wide) * truth.hi + bound.allowed >= largest * (1 + unit / 2)
+    return np.isinf(wide) & reaches
 
 
 def _judge_empty(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import attncheck
-from attncheck import Case, Profile
+from attncheck import Candidate, Case, Profile
 
 Q = np.array([[[[1.0]]]], dtype=np.float32)
 K = np.array([[[[0.0], [1.0]]]], dtype=np.float32)
@@ -35,6 +37,27 @@ def test_verify_takes_a_candidate_and_a_target(tmp_path: Path) -> None:
         report = attncheck.verify(candidate, dtypes=["float32"], properties=["output"], examples=8, save=str(tmp_path))
         assert report.passed, str(report)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_seconds_share_a_deadline_out_and_lift_the_number_of_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attncheck.properties import campaign
+    from attncheck.properties.verdict import Tally
+    from attncheck.selection import DEFAULT_EXAMPLES
+
+    asked = []
+
+    def check(candidate: Candidate, name: str, dtype: str, **options: Any) -> Tally:
+        asked.append((options["examples"], options["deadline"] - time.monotonic()))
+        return Tally(candidate.name, name, dtype)
+
+    monkeypatch.setattr(campaign, "check", check)
+    attncheck.verify("numpy-blocked", properties=["output", "lse"], dtypes=["float32"], seconds=3000.0)
+    assert len(asked) == 2
+    for examples, left in asked:
+        assert examples > 100 * DEFAULT_EXAMPLES
+        assert 1000 < left <= 1500
+    attncheck.verify("numpy-blocked", properties=["output"], dtypes=["float32"], seconds=3000.0, examples=7)
+    assert asked[-1][0] == 7
 
 
 @pytest.mark.parametrize(

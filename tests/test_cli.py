@@ -10,6 +10,7 @@ import pytest
 
 from attncheck import cli, launching
 from attncheck.cli import main
+
 from .kernels_to_load import BROKEN, KERNELS
 
 FEW = ("--examples", "8", "--dtype", "float32", "-n", "1")
@@ -125,18 +126,21 @@ def test_a_kernel_that_kills_its_process_is_a_violation(attncheck: Any, processe
     assert "output violated: the process that ran the kernel died" in out
 
 
+def test_an_isolated_kernel_that_dies_leaves_a_case_that_replays(attncheck: Any, project: Path) -> None:
+    code, out, _ = attncheck("verify", "mine.py:kills", "--property", "output", *FEW, "--isolate", "--timeout", "20")
+    assert code == 1
+    assert "output violated: it died of SIGSEGV" in out
+    (saved,) = (project / ".attncheck" / "failures").glob("output-*.json")
+    assert "--candidate mine.py:kills --isolate --timeout 20" in out
+    code, out, _ = attncheck("replay", str(saved), "--candidate", "mine.py:kills", "--isolate")
+    assert code == 1
+    assert "kills violated: it died of SIGSEGV" in out
+
+
 def test_fail_fast_stops_at_the_first_violation(attncheck: Any) -> None:
     code, out, _ = attncheck("verify", "mine.py:raises", *FEW, "--fail-fast")
     assert code == 1
     assert out.count(" violated: ") == 1
-
-
-def test_seconds_end_the_drawing(attncheck: Any) -> None:
-    code, out, _ = attncheck(
-        "verify", "mine.py:right", "--seconds", "1", "--dtype", "float32", "--property", "output", "-n", "1"
-    )
-    assert code == 0
-    assert "holds: right" in out
 
 
 # -- errors ---------------------------------------------------------------------------------
@@ -185,6 +189,8 @@ def test_an_unknown_convention_lists_those_that_exist(attncheck: Any, project: P
         (("x", "--lacks", "nothing"), "--lacks is 'nothing'; accepted are backward"),
         (("x", "--supports", "all"), "--supports is 'all'; accepted are backward"),
         (("x", "--json", "absent/report.json"), "--json is absent/report.json, which cannot be written"),
+        (("x", "--timeout", "3"), "--timeout is 3 but --isolate is not given"),
+        (("x", "--isolate", "--timeout", "0"), "--timeout is 0; it must be a positive number of seconds"),
         (("x", "-n", "-1"), "-1 is not in the range"),
         (("x", "--colour"), "No such option"),
     ],

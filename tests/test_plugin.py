@@ -45,6 +45,7 @@ def python(project: Path, *words: str, **environ: str) -> subprocess.CompletedPr
         capture_output=True,
         text=True,
         timeout=120,
+        check=False,
     )
 
 
@@ -134,17 +135,17 @@ def test_a_target_that_does_not_load_is_an_error_in_one_sentence(project: Path) 
     assert "Traceback" not in done.stdout
 
 
-@pytest.mark.parametrize("candidate", ["right", "wrong", "kills"])
+@pytest.mark.parametrize("candidate", ["right", "kills"])
 def test_several_processes_report_like_one(project: Path, candidate: str) -> None:
     words = ("--candidate", f"mine.py:{candidate}", "--attncheck-examples", "6", "--attncheck-dtype", "float32,float16")
-    words += ("--attncheck-property", "output,lse,dq")
+    words += ("--attncheck-property", "output,lse")
     done = judge(project, "-n", "2", *words, "--attncheck-json", "report.json")
     assert done.returncode == (0 if candidate == "right" else 1), done.stdout + done.stderr
     report = json.loads((project / "report.json").read_text())
     (found,) = report["candidates"]
     assert report["processes"] == 2
     # a kernel that kills its process takes one item with it, not those that were still to come
-    assert [p["name"] for p in found["properties"]] == ["output", "lse", "dq"]
+    assert [p["name"] for p in found["properties"]] == ["output", "lse"]
     assert all(list(p["dtypes"]) == ["float32", "float16"] for p in found["properties"])
     if candidate == "right":
         one = judge(project, *words, "--attncheck-json", "one.json")
