@@ -29,7 +29,8 @@ def main() -> None:
     found = exact(Case(q, k, v, do=do), pairs=False)
     wall, used = time.perf_counter() - start, time.process_time() - used
     print(f"S = {options.size}, D = {options.width}, one head, forward and backward, {found.bits} bits")
-    print(f"wall {wall:.0f} s, processor {used:.0f} s, peak {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"wall {wall:.0f} s, processor {used:.0f} s, peak {peak:.2f} GiB")
     for name in ("o", "lse", "dq", "dk", "dv"):
         balls = getattr(found, name)
         size = np.abs(balls.hi)

@@ -31,6 +31,7 @@ BUILT_IN: dict[str, tuple[str, str]] = {
     "numpy-blocked": ("numpy_blocked", "NUMPY_BLOCKED"),
     "torch-sdpa-math": ("torch_sdpa", "MATH"),
     "torch-sdpa-flash": ("torch_sdpa", "FLASH"),
+    "triton": ("triton_attention.candidate", "TRITON"),
 }
 
 #: the group in which an installed package announces candidates
@@ -71,7 +72,7 @@ def load(
         "profiles": profiles,
     }
     if isinstance(found, Candidate):
-        if device != found.device:
+        if device not in ("cpu", found.device):  # cpu is also what is said where nothing is said
             raise LoadError(f"{target} is a Candidate that runs on {found.device}; --device {device} is for callables")
         candidate = _declare_over(found, **changes)
     else:

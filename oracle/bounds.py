@@ -423,9 +423,7 @@ def _backward(s: _Setup, r: _Rows, o_bound: Bound, lse_bound: Bound, kept: Array
     gap = np.abs(dp - delta[..., None] + dlse[..., None])
     ds = r.prob * gap
     pieces = dp_abs + dp_error + delta_abs + delta_error[..., None] + dlse_abs
-    y = _times(error, gap) + _times(
-        most, dp_error + delta_error[..., None] + _roundings(2, u) * pieces + 2 * s.tiny_u
-    )
+    y = _times(error, gap) + _times(most, dp_error + delta_error[..., None] + _roundings(2, u) * pieces + 2 * s.tiny_u)
     ds_error = y + (p.u_p + u * (1 + p.u_p)) * (ds + y) + np.minimum(s.tiny_p, ds + y)
     ds_error = ds_error + np.minimum(s.tiny_p, most) * gap + s.tiny_u
     ds_error = np.where(r.seen, ds_error, 0.0)

@@ -125,8 +125,8 @@ class _Engine:
             stack = np.zeros((3, self.case.bias.size))
             _store(stack, self.dbias)
             dbias = enclosed(stack.reshape((3, *self.case.bias.shape)))
-        gradients = [enclosed(x) if self.backward else None for x in (self.dq, self.dk, self.dv)]
-        return Exact(enclosed(self.o), enclosed(self.lse), *gradients, dbias, self.logp, self.raw, bits)
+        dq, dk, dv = (enclosed(x) if self.backward else None for x in (self.dq, self.dk, self.dv))
+        return Exact(enclosed(self.o), enclosed(self.lse), dq, dk, dv, dbias, self.logp, self.raw, bits)
 
     def _key_head(self, b: int, g: int, heads: Iterable[int]) -> None:
         case = self.case
@@ -137,7 +137,8 @@ class _Engine:
         value = _matrix(case.v[b, g, :keys])
         key_t, value_t = key.transpose(), value.transpose()
         step = max(1, BLOCK_PAIRS // keys)
-        dk = dv = None
+        dk: Any = None
+        dv: Any = None
         for h in heads:
             query = _matrix(case.q[b, h, :rows]) * self.scale
             for start in range(0, rows, step):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-
 from ..kernels.candidate import Candidate
 from ..oracle.case import Case, Presentation
 from ..oracle.features import FEATURES, features

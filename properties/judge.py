@@ -154,11 +154,11 @@ def _judge_ratio(
         off = np.abs((wide - truth.hi) - truth.lo)
         most = np.where(live, (off * (1 + FORMING) + truth.rad) / bound.allowed, 0.0)
         least = np.where(live, (off * (1 - FORMING) - truth.rad) / bound.allowed, 0.0)
-    at = np.unravel_index(int(np.argmax(most)), most.shape)
+    at = _index(np.argmax(most), most.shape)
     if most[at] > 1 and not (least > 1).any():
         raise Undecided
     if most[at] > 1:
-        at = np.unravel_index(int(np.argmax(least)), least.shape)
+        at = _index(np.argmax(least), least.shape)
     worst = _worst(output, got, truth, bound, at, float(most[at]))
     stakes = live & ~bound.structural & (np.abs(truth.hi) > truth.rad)  # certainly not 0
     zeros = stakes & (np.abs(truth.hi) <= bound.allowed)
@@ -178,12 +178,22 @@ def _judge_ratio(
     return violated("bound", sentence, **facts)
 
 
+def _short(text: str) -> str:
+    """A decimal string without the zeros at its end."""
+    mantissa, e, exponent = text.partition("e")
+    return (mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa) + e + exponent
+
+
+def _index(flat: np.intp, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(int(n) for n in np.unravel_index(int(flat), shape))
+
+
 def _worst(output: str, got: Array, truth: Enclosed, bound: Bound, at: tuple[int, ...], ratio: float) -> Worst:
     return Worst(
         output=output,
-        index=tuple(int(n) for n in at),
+        index=at,
         got=str(got[at]),
-        exact=truth.decimal(at),
+        exact=_short(truth.decimal(at)),
         allowed=float(bound.allowed[at]),
         ratio=ratio,
         parts=tuple((name, float(part[at])) for name, part in bound.parts.items()),
@@ -247,12 +257,13 @@ def _reached_by_empty_rows(case: Case, output: str) -> Array:
     if output == "dbias":
         return np.full(shape, bool(empty.any()))
     b, hk = case.k.shape[:2]
-    return np.broadcast_to(empty.reshape(b, hk, case.group * case.shape[3]).any(axis=2)[..., None, None], shape)
+    reached = np.asarray(empty.reshape(b, hk, case.group * case.shape[3]).any(axis=2))
+    return np.broadcast_to(reached[..., None, None], shape)
 
 
 def _non_finite(output: str, got: Array, truth: Enclosed, bound: Bound, bad: Array) -> Verdict:
     at = tuple(int(n) for n in np.argwhere(bad)[0])
-    exact = truth.decimal(at)
+    exact = _short(truth.decimal(at))
     sentence = f"{TITLES[output]}: got {got[at]}, exact {exact}, at {list(at)}"
     return violated("non-finite", sentence)
 

@@ -50,7 +50,7 @@ def make_record(candidate: Candidate, tally: Tally) -> Record:
             "exact": worst.exact,
             "allowed": worst.allowed,
             "ratio": worst.ratio,
-            "parts": {name: value for name, value in worst.parts},
+            "parts": dict(worst.parts),
         }
     return Record(failure.case, failure.presentation, expected_values(failure.case), seen)
 

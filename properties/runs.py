@@ -106,14 +106,16 @@ SHARE = 8
 SMALL = 600
 
 
-def confirm(case: Case) -> bool:
+def confirm(case: Case, *, always: bool = False) -> bool:
     """Compute a share of the small cases by the definition too; True where this case was one.
 
-    Raises OracleError where the definition lies outside the enclosure. The share is chosen by the
-    case's digest, so it does not depend on the order of the draws.
+    The share is chosen by the case's digest, so it does not depend on the order of the draws;
+    ``always``: every case that the definition can do in a second or two. Raises OracleError where
+    the definition lies outside the enclosure.
     """
     b, hq, _, sq, sk, d, dv = case.shape
-    if b * hq * sq * sk * (d + dv) > SMALL or int(case.digest[:8], 16) % SHARE:
+    work = b * hq * sq * sk * (d + dv)
+    if work > (SMALL * 200 if always else SMALL) or (not always and int(case.digest[:8], 16) % SHARE):
         return False
     if case.digest not in _confirmed:
         compare_engines(case)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -143,7 +143,7 @@ def _edges(plan: Plan, budget: int) -> list[int]:
     return [n for n in edges if n <= longest]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _index(n: int) -> st.SearchStrategy[int]:
     # built once: making a strategy costs more than drawing from it
     return st.sampled_from(range(n))
@@ -175,7 +175,7 @@ def _scales(draw: Draw, plan: Plan, d: int) -> float | None:
     choices: list[float | None] = [None, None, None, 1.0, 0.5, 0.125, float(np.float32(d**-0.5)), 2.0]
     if "scale<=0" not in plan.avoid:
         choices += [0.0, -1.0]
-    return _pick(draw, choices, "scale")  # type: ignore[no-any-return]
+    return _pick(draw, choices, "scale")
 
 
 # -- numbers --------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def _queries_and_keys(
     elif law == "correlated keys":
         k = k[:, :, :1] + 0.1 * k
     elif law == "zero":
-        q, k = np.zeros_like(q), k
+        q = np.zeros_like(q)
     elif law != "normal":
         noise = _pick(draw, [0.0, 0.25], "noise in the other channels")
         q, k = q * noise, k * noise

@@ -76,9 +76,7 @@ def pairs(dtype: str, seed: int) -> Iterator[tuple[Case, Choices]]:
 # -- bending a case -------------------------------------------------------------------------------
 
 
-def climb(
-    case: Case, c: Choices, output: str, rng: np.random.Generator, steps: int
-) -> tuple[float, Case, Choices]:
+def climb(case: Case, c: Choices, output: str, rng: np.random.Generator, steps: int) -> tuple[float, Case, Choices]:
     """The largest ratio of one output that ``steps`` changes of numbers and choices led to."""
     best = ratio(verdicts(case, c).get(output))
     for _ in range(steps):

@@ -122,7 +122,9 @@ def test_mutated_inputs_and_missing_outputs_are_seen() -> None:
 
 
 def test_what_is_not_offered_is_not_judged() -> None:
-    forward = replace(NUMPY_BLOCKED, offers=frozenset({"o"}), lacks={"backward": "forward only", "dlse": "forward only"})
+    forward = replace(
+        NUMPY_BLOCKED, offers=frozenset({"o"}), lacks={"backward": "forward only", "dlse": "forward only"}
+    )
     for name, offered in (("output", True), ("lse", False), ("dq", False), ("dlse", False), ("empty-rows", True)):
         tally = check(forward, name, "float32", examples=10, seed=0)
         assert tally.offered is offered and (tally.examples == 10) is offered
@@ -156,12 +158,13 @@ def test_a_declared_fault_is_shown_as_known_and_an_undeclared_one_still_fails() 
     )
     declared = with_run(wrong, known=(known,))
     tally = check(declared, "output", "float32", examples=DEFAULT, seed=0)
-    assert tally.known > 0 and tally.known_reasons == {"scale 0 is taken as the default": tally.known}
     assert tally.failure is not None and tally.failure.case.softcap is not None and tally.failure.case.scale != 0
     only = with_run(
         lambda c, p, w: wrong(replace(c, softcap=None), p, w), known=(known,), lacks={"softcap": "it has none"}
     )
-    assert check(only, "output", "float32", examples=DEFAULT, seed=0).failure is None
+    tally = check(only, "output", "float32", examples=DEFAULT, seed=0)
+    assert tally.failure is None and tally.known > 0
+    assert tally.known_reasons == {"scale 0 is taken as the default": tally.known}
 
 
 def test_a_broken_oracle_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +193,7 @@ def test_a_deadline_stops_early_and_ticks_count() -> None:
     tally = check(NUMPY_BLOCKED, "output", "float32", examples=50, seed=0, tick=ticks.append)
     assert sum(ticks) == tally.examples == 50
     late = check(NUMPY_BLOCKED, "output", "float32", examples=50, seed=0, deadline=time.monotonic() - 1)
-    assert late.examples == 0
+    assert late.examples == 1
 
 
 def test_plans_ask_for_what_the_property_needs() -> None:

@@ -87,9 +87,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def small(rows: int = 2, dtype: str = "float32") -> Case:
     rng = np.random.default_rng(rows)
-    q, k, v, do = (
-        rng.standard_normal((1, 1, n, 4)).astype(FORMATS[dtype].dtype) for n in (rows, 5, 5, rows)
-    )
+    q, k, v, do = (rng.standard_normal((1, 1, n, 4)).astype(FORMATS[dtype].dtype) for n in (rows, 5, 5, rows))
     return Case(q=q, k=k, v=v, do=do)
 
 

@@ -10,7 +10,7 @@ kernel computes and stores for the second.
 import triton
 import triton.language as tl
 
-from .scores import LOG2E, extent, keys_of_rows, load_tile, pointers, rounded, rows_of_keys, tile_scores
+from .scores import LOG2E, extent, hide, keys_of_rows, load_tile, pointers, rounded, rows_of_keys, tile_scores
 
 
 @triton.jit
@@ -76,10 +76,10 @@ def backward_q(
 
     rows = first + tl.arange(0, M)
     d = tl.arange(0, D)
-    dv = tl.arange(0, DV)
+    e = tl.arange(0, DV)
     queries = load_tile(q, rows, d, q_s, q_d, q_count, d_size, True, not EVEN_D, BFLOAT16_BY_HAND)
-    upstream = load_tile(do, rows, dv, do_s, do_d, q_count, dv_size, True, not EVEN_DV, BFLOAT16_BY_HAND)
-    outputs = load_tile(o, rows, dv, o_s, o_d, q_count, dv_size, True, not EVEN_DV, BFLOAT16_BY_HAND)
+    upstream = load_tile(do, rows, e, do_s, do_d, q_count, dv_size, True, not EVEN_DV, BFLOAT16_BY_HAND)
+    outputs = load_tile(o, rows, e, o_s, o_d, q_count, dv_size, True, not EVEN_DV, BFLOAT16_BY_HAND)
     row_delta = tl.sum(upstream.to(tl.float32) * outputs.to(tl.float32), 1)
     if HAS_DLSE:
         row_delta -= tl.load(dlse + rows.to(tl.int64) * dlse_s, mask=rows < q_count, other=0.0)
@@ -89,28 +89,22 @@ def backward_q(
     acc = tl.zeros([M, D], tl.float32)
     last = tl.minimum(first + M, q_count) - 1
     start, full, ragged, stop = keys_of_rows(first, last, offset, k_count, left, right, N, HAS_LEFT, HAS_RIGHT)
-    for run in tl.static_range(3):
-        if run == 0:
-            here, end = start, full
-        elif run == 1:
-            here, end = full, ragged
-        else:
-            here, end = ragged, stop
-        if (run == 0 and HAS_LEFT) or run == 1 or (run == 2 and (HAS_RIGHT or not EVEN_K)):
-            for at in range(here, end, N):
-                keys = at + tl.arange(0, N)
-                kt = load_tile(k, keys, d, k_s, k_d, k_count, d_size, run != 1, not EVEN_D, BFLOAT16_BY_HAND)
-                vt = load_tile(v, keys, dv, v_s, v_d, k_count, dv_size, run != 1, not EVEN_DV, BFLOAT16_BY_HAND)
-                s, t = tile_scores(
-                    tl.dot(queries, tl.trans(kt), input_precision=PRECISION), rows[:, None], keys[None, :],
-                    offset, q_count, k_count, factor, cap, left, right, slope,
-                    mask, mask_i, mask_j, bias, bias_i, bias_j, HAS_CAP, HAS_SLOPES, HAS_MASK, HAS_BIAS,
-                    HAS_LEFT and run != 1, HAS_RIGHT and run != 1, run != 1,
-                )  # fmt: skip
-                p = tl.exp2(s - origin[:, None])
-                dp = tl.dot(upstream, tl.trans(vt), input_precision=PRECISION)
-                ds = score_gradient(p, s, dp, row_delta[:, None], t, HAS_CAP)
-                acc = tl.dot(rounded(ds, k.dtype.element_ty, BFLOAT16_BY_HAND), kt, acc, input_precision=PRECISION)
+    for at in range(start, stop, N):
+        keys = at + tl.arange(0, N)
+        kt = load_tile(k, keys, d, k_s, k_d, k_count, d_size, not EVEN_K, not EVEN_D, BFLOAT16_BY_HAND)
+        vt = load_tile(v, keys, e, v_s, v_d, k_count, dv_size, not EVEN_K, not EVEN_DV, BFLOAT16_BY_HAND)
+        s, t = tile_scores(
+            tl.dot(queries, tl.trans(kt), input_precision=PRECISION), rows[:, None], keys[None, :],
+            offset, q_count, k_count, factor, cap, slope, mask, mask_i, mask_j, bias, bias_i, bias_j,
+            HAS_CAP, HAS_SLOPES, HAS_MASK, HAS_BIAS,
+        )  # fmt: skip
+        if HAS_LEFT or HAS_RIGHT or not EVEN_K:
+            if (at < full) | (at >= ragged):
+                s = hide(s, rows[:, None], keys[None, :], offset, k_count, left, right, HAS_LEFT, HAS_RIGHT, not EVEN_K)
+        p = tl.exp2(s - origin[:, None])
+        dp = tl.dot(upstream, tl.trans(vt), input_precision=PRECISION)
+        ds = score_gradient(p, s, dp, row_delta[:, None], t, HAS_CAP)
+        acc = tl.dot(rounded(ds, k.dtype.element_ty, BFLOAT16_BY_HAND), kt, acc, input_precision=PRECISION)
 
     out = rounded(acc * scale, dq.dtype.element_ty, BFLOAT16_BY_HAND).to(dq.dtype.element_ty)
     inside = (rows[:, None] < q_rows) & (d[None, :] < d_size)
@@ -172,37 +166,29 @@ def backward_kv(
         slope = 0.0
         if HAS_SLOPES:
             slope = tl.load(slopes + b * slopes_b + h * slopes_h) * LOG2E
-        for run in tl.static_range(3):
-            if run == 0:
-                here, end = start, full
-            elif run == 1:
-                here, end = full, ragged
-            else:
-                here, end = ragged, stop
-            if (run == 0 and HAS_RIGHT) or run == 1 or (run == 2 and (HAS_LEFT or not EVEN_Q)):
-                for at in range(here, end, M):
-                    rows = at + tl.arange(0, M)
-                    queries = load_tile(
-                        q_at, rows, d, q_s, q_d, q_count, d_size, run != 1, not EVEN_D, BFLOAT16_BY_HAND
-                    )
-                    upstream = load_tile(
-                        do_at, rows, e, do_s, do_d, q_count, dv_size, run != 1, not EVEN_DV, BFLOAT16_BY_HAND
-                    )
-                    origin = load_base_two(lse + row_at, rows, q_count)
-                    row_delta = tl.load(delta + row_at + rows, mask=rows < q_count, other=0.0)
-                    s, t = tile_scores(
-                        tl.dot(kt, tl.trans(queries), input_precision=PRECISION), rows[None, :], keys[:, None],
-                        offset, q_count, k_count, factor, cap, left, right, slope,
-                        mask_at, mask_i, mask_j, bias_at, bias_i, bias_j, HAS_CAP, HAS_SLOPES, HAS_MASK, HAS_BIAS,
-                        HAS_LEFT and run != 1, HAS_RIGHT and run != 1, False,
-                    )  # fmt: skip
-                    p = tl.exp2(s - origin[None, :])
-                    p_stored = rounded(p, v.dtype.element_ty, BFLOAT16_BY_HAND)
-                    acc_v = tl.dot(p_stored, upstream, acc_v, input_precision=PRECISION)
-                    dp = tl.dot(vt, tl.trans(upstream), input_precision=PRECISION)
-                    ds = score_gradient(p, s, dp, row_delta[None, :], t, HAS_CAP)
-                    ds = rounded(ds, k.dtype.element_ty, BFLOAT16_BY_HAND)
-                    acc_k = tl.dot(ds, queries, acc_k, input_precision=PRECISION)
+        for at in range(start, stop, M):
+            rows = at + tl.arange(0, M)
+            queries = load_tile(q_at, rows, d, q_s, q_d, q_count, d_size, not EVEN_Q, not EVEN_D, BFLOAT16_BY_HAND)
+            upstream = load_tile(
+                do_at, rows, e, do_s, do_d, q_count, dv_size, not EVEN_Q, not EVEN_DV, BFLOAT16_BY_HAND
+            )
+            origin = load_base_two(lse + row_at, rows, q_count)
+            row_delta = tl.load(delta + row_at + rows, mask=rows < q_count, other=0.0)
+            s, t = tile_scores(
+                tl.dot(kt, tl.trans(queries), input_precision=PRECISION), rows[None, :], keys[:, None],
+                offset, q_count, k_count, factor, cap, slope, mask_at, mask_i, mask_j, bias_at, bias_i, bias_j,
+                HAS_CAP, HAS_SLOPES, HAS_MASK, HAS_BIAS,
+            )  # fmt: skip
+            if HAS_LEFT or HAS_RIGHT:
+                if (at < full) | (at >= ragged):
+                    s = hide(s, rows[None, :], keys[:, None], offset, k_count, left, right, HAS_LEFT, HAS_RIGHT, False)
+            p = tl.exp2(s - origin[None, :])
+            p_stored = rounded(p, v.dtype.element_ty, BFLOAT16_BY_HAND)
+            acc_v = tl.dot(p_stored, upstream, acc_v, input_precision=PRECISION)
+            dp = tl.dot(vt, tl.trans(upstream), input_precision=PRECISION)
+            ds = score_gradient(p, s, dp, row_delta[None, :], t, HAS_CAP)
+            ds = rounded(ds, k.dtype.element_ty, BFLOAT16_BY_HAND)
+            acc_k = tl.dot(ds, queries, acc_k, input_precision=PRECISION)
 
     counted = keys[:, None] < k_count
     out = rounded(tl.where(counted, acc_k * scale, 0.0), dk.dtype.element_ty, BFLOAT16_BY_HAND)

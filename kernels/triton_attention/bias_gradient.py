@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .backward import load_base_two, score_gradient
-from .scores import LOG2E, extent, load_tile, rounded, tile_scores
+from .scores import LOG2E, extent, hide, load_tile, rounded, tile_scores
 
 
 @triton.jit
@@ -50,7 +50,8 @@ def backward_bias(
     d = tl.arange(0, D)
     e = tl.arange(0, DV)
     acc = tl.zeros([M, N], tl.float32)
-    for batch in range(first_batch, end_batch):
+    for entry in range(first_batch, end_batch):
+        batch = tl.cast(entry, tl.int32)  # the interpreter's ranges are of Python's integers
         q_start, q_count, _ = extent(q_ranges, batch, q_size, RAGGED_Q)
         k_start, k_count, _ = extent(k_ranges, batch, k_size, RAGGED_K)
         offset = k_count - q_count
@@ -58,7 +59,7 @@ def backward_bias(
             offset = 0
         b = batch.to(tl.int64)
         for head in range(first_head, end_head):
-            h, kv = head.to(tl.int64), (head // group).to(tl.int64)
+            h, kv = tl.cast(head, tl.int64), tl.cast(head // group, tl.int64)
             q_at = q + b * q_b + h * q_h + q_start.to(tl.int64) * q_s
             do_at = do + b * do_b + h * do_h + q_start.to(tl.int64) * do_s
             k_at = k + b * k_b + kv * k_h + k_start.to(tl.int64) * k_s
@@ -79,10 +80,11 @@ def backward_bias(
                     vt = load_tile(v_at, keys, e, v_s, v_d, k_count, dv_size, True, True, BFLOAT16_BY_HAND)
                     s, t = tile_scores(
                         tl.dot(queries, tl.trans(kt), input_precision=PRECISION), rows[:, None], keys[None, :],
-                        offset, q_count, k_count, factor, cap, left, right, slope,
+                        offset, q_count, k_count, factor, cap, slope,
                         mask + b * mask_b + h * mask_h, mask_i, mask_j, bias + b * bias_b + h * bias_h, bias_i, bias_j,
-                        HAS_CAP, HAS_SLOPES, HAS_MASK, True, HAS_LEFT, HAS_RIGHT, True,
+                        HAS_CAP, HAS_SLOPES, HAS_MASK, True,
                     )  # fmt: skip
+                    s = hide(s, rows[:, None], keys[None, :], offset, k_count, left, right, HAS_LEFT, HAS_RIGHT, True)
                     p = tl.exp2(s - origin[:, None])
                     dp = tl.dot(upstream, tl.trans(vt), input_precision=PRECISION)
                     acc += score_gradient(p, s, dp, row_delta[:, None], t, False)  # the bias comes after the cap

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .scores import LN2, LOG2E, extent, keys_of_rows, load_tile, pointers, rounded, tile_scores
+from .scores import LN2, LOG2E, extent, hide, keys_of_rows, load_tile, pointers, rounded, tile_scores
 
 
 @triton.jit
@@ -52,46 +52,39 @@ def forward(
 
     rows = first + tl.arange(0, M)
     d = tl.arange(0, D)
-    dv = tl.arange(0, DV)
+    e = tl.arange(0, DV)
     queries = load_tile(q, rows, d, q_s, q_d, q_count, d_size, True, not EVEN_D, BFLOAT16_BY_HAND)
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DV], tl.float32)
     last = tl.minimum(first + M, q_count) - 1
     start, full, ragged, stop = keys_of_rows(first, last, offset, k_count, left, right, N, HAS_LEFT, HAS_RIGHT)
-    # Three runs of tiles: at the band's left edge, inside it, and at its right edge and the last key.
-    for run in tl.static_range(3):
-        if run == 0:
-            here, end = start, full
-        elif run == 1:
-            here, end = full, ragged
-        else:
-            here, end = ragged, stop
-        if (run == 0 and HAS_LEFT) or run == 1 or (run == 2 and (HAS_RIGHT or not EVEN_K)):
-            for at in range(here, end, N):
-                keys = at + tl.arange(0, N)
-                kt = load_tile(k, keys, d, k_s, k_d, k_count, d_size, run != 1, not EVEN_D, BFLOAT16_BY_HAND)
-                s, _ = tile_scores(
-                    tl.dot(queries, tl.trans(kt), input_precision=PRECISION), rows[:, None], keys[None, :],
-                    offset, q_count, k_count, factor, cap, left, right, slope,
-                    mask, mask_i, mask_j, bias, bias_i, bias_j, HAS_CAP, HAS_SLOPES, HAS_MASK, HAS_BIAS,
-                    HAS_LEFT and run != 1, HAS_RIGHT and run != 1, run != 1,
-                )  # fmt: skip
-                higher = tl.maximum(top, tl.max(s, 1))
-                origin = tl.where(higher == float("-inf"), 0.0, higher)  # no key seen yet: never -inf - -inf
-                p = tl.exp2(s - origin[:, None])
-                rescale = tl.exp2(top - origin)
-                total = total * rescale + tl.sum(p, 1)
-                vt = load_tile(v, keys, dv, v_s, v_d, k_count, dv_size, run != 1, not EVEN_DV, BFLOAT16_BY_HAND)
-                p = rounded(p, v.dtype.element_ty, BFLOAT16_BY_HAND)
-                acc = tl.dot(p, vt, acc * rescale[:, None], input_precision=PRECISION)
-                top = higher
+    for at in range(start, stop, N):
+        keys = at + tl.arange(0, N)
+        kt = load_tile(k, keys, d, k_s, k_d, k_count, d_size, not EVEN_K, not EVEN_D, BFLOAT16_BY_HAND)
+        s, t = tile_scores(
+            tl.dot(queries, tl.trans(kt), input_precision=PRECISION), rows[:, None], keys[None, :],
+            offset, q_count, k_count, factor, cap, slope, mask, mask_i, mask_j, bias, bias_i, bias_j,
+            HAS_CAP, HAS_SLOPES, HAS_MASK, HAS_BIAS,
+        )  # fmt: skip
+        if HAS_LEFT or HAS_RIGHT or not EVEN_K:
+            if (at < full) | (at >= ragged):
+                s = hide(s, rows[:, None], keys[None, :], offset, k_count, left, right, HAS_LEFT, HAS_RIGHT, not EVEN_K)
+        higher = tl.maximum(top, tl.max(s, 1))
+        origin = tl.where(higher == float("-inf"), 0.0, higher)  # no key seen yet: never -inf - -inf
+        p = tl.exp2(s - origin[:, None])
+        rescale = tl.exp2(top - origin)
+        total = total * rescale + tl.sum(p, 1)
+        vt = load_tile(v, keys, e, v_s, v_d, k_count, dv_size, not EVEN_K, not EVEN_DV, BFLOAT16_BY_HAND)
+        p = rounded(p, v.dtype.element_ty, BFLOAT16_BY_HAND)
+        acc = tl.dot(p, vt, acc * rescale[:, None], input_precision=PRECISION)
+        top = higher
 
     empty = (total == 0.0) | (rows >= q_count)
     divisor = tl.where(empty, 1.0, total)
     out = tl.where(empty[:, None], 0.0, acc / divisor[:, None])
     out = rounded(out, o.dtype.element_ty, BFLOAT16_BY_HAND).to(o.dtype.element_ty)
-    inside = (rows[:, None] < q_rows) & (dv[None, :] < dv_size)
-    tl.store(pointers(o, rows, dv, o_s, o_d), out, mask=inside)
+    inside = (rows[:, None] < q_rows) & (e[None, :] < dv_size)
+    tl.store(pointers(o, rows, e, o_s, o_d), out, mask=inside)
     natural = tl.where(empty, float("-inf"), (top + tl.log2(divisor)) * LN2)
     tl.store(lse + rows, natural, mask=rows < q_rows)

@@ -179,7 +179,7 @@ def flash_attn_varlen_func(
     """flash_attn's flash_attn_varlen_func: packed q [Tq, Hq, D], k and v [Tk, Hk, D], except for dropout.
 
     ``cu_seqlens_q`` and ``cu_seqlens_k`` are int32 [B + 1] and start with 0. With ``return_attn_probs``
-    it returns (O, log-sum-exp [Hq, Tq], None). Rows past the last cumulative length are not written.
+    it returns (O, log-sum-exp [Hq, Tq], None).
     """
     _no_dropout(dropout_p)
     o, lse = _apply(

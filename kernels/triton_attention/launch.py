@@ -44,7 +44,7 @@ def target_of(device: torch.device) -> str:
 def run_forward(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """O as a view [B, Hq, Sq, Dv] (packed: [1, Hq, T, Dv]) and the log-sum-exp [B, Hq, Sq] ([1, Hq, T])."""
     o = _new(p, p.q, p.v.shape[3])
-    lse = torch.empty(p.q.shape[:3], dtype=torch.float32, device=p.q.device)
+    lse = torch.full(p.q.shape[:3], -torch.inf, dtype=torch.float32, device=p.q.device)
     chosen = _tile(p, "forward")
     _launch(p, "forward", chosen, _row_tiles(p, chosen), {"o": o, "lse": lse})
     return o, lse
@@ -90,9 +90,11 @@ def _row_tiles(p: Problem, chosen: Tile) -> int:
 def _new(p: Problem, like: torch.Tensor, width: int) -> torch.Tensor:
     """An output of the batch, heads and rows of ``like``, laid out in the caller's order of axes."""
     b, h, s, _ = like.shape
+    # no program owns rows past the last packed sequence
+    new = torch.zeros if p.packed else torch.empty
     if p.order == "bhsd":
-        return torch.empty((b, h, s, width), dtype=like.dtype, device=like.device)
-    return torch.empty((b, s, h, width), dtype=like.dtype, device=like.device).transpose(1, 2)
+        return new((b, h, s, width), dtype=like.dtype, device=like.device)
+    return new((b, s, h, width), dtype=like.dtype, device=like.device).transpose(1, 2)
 
 
 def _launch(p: Problem, kernel: str, chosen: Tile, tiles: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -166,7 +168,9 @@ def _values(p: Problem, chosen: Tile, tensors: Mapping[str, torch.Tensor]) -> di
         if x.ndim == 4:
             steps = _strides(x)
             # packed sequences lie along the row axis
-            values |= dict(zip((f"{name}_{axis}" for axis in "bhsd"), (0, *steps[1:]) if p.packed else steps, strict=True))
+            values |= dict(
+                zip((f"{name}_{axis}" for axis in "bhsd"), (0, *steps[1:]) if p.packed else steps, strict=True)
+            )
     if "lse" in tensors:
         values["lse_b"], values["lse_h"] = (0 if p.packed else tensors["lse"].stride(0)), tensors["lse"].stride(1)
     dlse = tensors.get("dlse")

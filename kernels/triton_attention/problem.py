@@ -94,7 +94,9 @@ def _check(p: Problem) -> None:
     _demand(vs[:3] == (bk, hk, sk), f"v has shape {list(vs)} but k has {list(p.k.shape)}; all but the width must agree")
     for name, width in (("D", d), ("Dv", vs[3])):
         _demand(1 <= width <= LARGEST_HEAD, f"{name} is {width}; it must be from 1 to {LARGEST_HEAD}")
-    _demand(hk >= 1 and hq % hk == 0 and hq >= 1, f"q has {hq} heads and k has {hk}; the first must be a multiple of it")
+    _demand(
+        hk >= 1 and hq % hk == 0 and hq >= 1, f"q has {hq} heads and k has {hk}; the first must be a multiple of it"
+    )
     for name, size in (("Sq", p.q_size), ("Sk", p.k_size)):
         _demand(size <= LONGEST, f"{name} is {size}; it must be at most {LONGEST}")
     _demand(p.precision in PRECISIONS, f"precision is {p.precision!r}; accepted are {', '.join(PRECISIONS)}")
@@ -102,7 +104,7 @@ def _check(p: Problem) -> None:
         p.softcap is None or (math.isfinite(p.softcap) and p.softcap > 0),
         f"softcap is {p.softcap}; it must be None or positive",
     )
-    _demand(p.causal in (None, "top-left", "bottom-right"), f"causal is {p.causal!r}; see the accepted alignments")
+    _demand(p.causal in (None, "top-left", "bottom-right"), f"causal is {p.causal!r}; accepted are None, 'top-left' and 'bottom-right'")
     for name in ("factor", "cap"):
         value = getattr(p, name)
         _demand(

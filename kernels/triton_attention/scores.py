@@ -94,12 +94,11 @@ def tanh(x):
 
 @triton.jit
 def tile_scores(
-    product, rows, keys, offset, row_count, key_count, factor, cap, left, right, slope,
+    product, rows, keys, offset, row_count, key_count, factor, cap, slope,
     mask, mask_rows, mask_keys, bias, bias_rows, bias_keys,
     HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BAND_LEFT: tl.constexpr, BAND_RIGHT: tl.constexpr, CHECK_KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile in base 2, -inf where hidden, and the tanh of the capped ones.
+    """Scores of a tile in base 2, -inf where mask or bias hide, and the tanh of the capped ones.
 
     ``product`` holds <q, k>; rows and keys broadcast to its shape, so that either may come first.
     ``factor`` is scale * log2 e, or scale / cap where there is a cap; ``cap`` and ``slope`` are already
@@ -120,13 +119,22 @@ def tile_scores(
         at = mask + rows.to(tl.int64) * mask_rows + keys.to(tl.int64) * mask_keys
         seen = tl.load(at, mask=(rows < row_count) & (keys < key_count), other=0)
         s = tl.where(seen != 0, s, float("-inf"))
-    if BAND_RIGHT:
+    return s, t
+
+
+@triton.jit
+def hide(
+    s, rows, keys, offset, key_count, left, right,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHECK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Scores with -inf outside the band and past the last key."""
+    if HAS_RIGHT:
         s = tl.where(keys - rows <= offset + right, s, float("-inf"))
-    if BAND_LEFT:
+    if HAS_LEFT:
         s = tl.where(keys - rows >= offset - left, s, float("-inf"))
     if CHECK_KEYS:
         s = tl.where(keys < key_count, s, float("-inf"))
-    return s, t
+    return s
 
 
 @triton.jit
@@ -148,7 +156,7 @@ def keys_of_rows(
     """Key ranges (start, full, ragged, stop) of query rows first to last, at whole tiles of keys.
 
     Keys outside [start, stop) are seen by no row; those in [full, ragged) by all, as far as the band and the
-    number of keys decide.
+    number of keys decide: tiles that begin there need no check.
     """
     start, stop = 0, key_count
     full, ragged = 0, key_count

@@ -32,10 +32,19 @@ def _loading_options(function: F) -> F:
             click.option("--lacks", multiple=True, metavar="FEATURE", help="It declines this feature."),
             click.option("--forward-only", is_flag=True, help="It has no gradients."),
             click.option("--device", default="cpu", show_default=True, help="Where its tensors are put."),
+            click.option("--isolate", is_flag=True, help="Run it in a child process: a crash or hang is a verdict."),
+            click.option("--timeout", type=float, metavar="S", help="Seconds per case with --isolate.  [default: 60]"),
         ]
     ):
         function = option(function)
     return function
+
+
+def _loading(options: dict[str, Any]) -> dict[str, Any]:
+    """What was given of the loading options, as fields of a Selection."""
+    from attncheck.selection import words
+
+    return {**options, "supports": words(options["supports"]), "lacks": words(options["lacks"])}
 
 
 @click.group(
@@ -105,11 +114,7 @@ def verify(
         seed = secrets.randbelow(2**32)
     selection = Selection(
         targets=targets,
-        like=loading["like"],
-        supports=words(loading["supports"]),
-        lacks=words(loading["lacks"]),
-        forward_only=loading["forward_only"],
-        device=loading["device"],
+        **_loading(loading),
         dtypes=words(dtype),
         properties=words(properties),
         examples=examples,
@@ -147,11 +152,10 @@ def replay(fixture: str, target: str, **loading: Any) -> None:
     from attncheck import showing
     from attncheck.fixtures import read
     from attncheck.properties.replay import replay as judge_again
-    from attncheck.selection import Selection, words
+    from attncheck.selection import Selection
 
     record = read(fixture)
-    loading["supports"], loading["lacks"] = words(loading["supports"]), words(loading["lacks"])
-    candidate = Selection(targets=(target,), **loading).load(target)
+    candidate = Selection(targets=(target,), **_loading(loading)).load(target)
     sys.exit(showing.show_replay(record, candidate, judge_again(record, candidate)))
 
 

@@ -47,6 +47,8 @@ def selection_of(config: pytest.Config) -> Selection:
             lacks=words(get("attncheck_lacks")),
             forward_only=get("attncheck_forward_only"),
             device=get("attncheck_device"),
+            isolate=get("attncheck_isolate"),
+            timeout=get("attncheck_timeout"),
             dtypes=words(get("attncheck_dtype")),
             properties=words(get("attncheck_property")),
             examples=get("attncheck_examples"),

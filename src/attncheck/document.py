@@ -7,7 +7,8 @@
     seed, examples, seconds_limit, block, require, processes
     environment    versions and the machine
     seconds        wall-clock time of the run
-    judgements     examples over all candidates and properties, and judgements_per_minute
+    examples       cases drawn for each property, summed over candidates; and examples_per_minute
+    judgements     verdicts given, over all candidates and properties
     checked_twice  cases whose exact answer both engines computed
     exit_code      0, 1, 2 or 3, and why: a list of sentences (empty for 0 and 1)
     errors         what went wrong that is no verdict
@@ -30,6 +31,8 @@ VERSION = 1
 
 #: a property whose bound would accept 0 in more than this share of what is at stake has judged nothing
 WEAK_SHARE = 0.5
+#: with fewer elements at stake than this the share is an accident of a few cases
+WEAK_LEAST = 50
 
 #: how a property can stand, in the order in which a reader should look
 STATUSES = ("violated", "weak", "not judged", "known", "not offered", "holds")
@@ -79,7 +82,9 @@ def build(
         candidates.append({**facts, "properties": properties})
     code, why = _exit(candidates, require, problems)
     run = dict(about or {})
-    examples = sum(p["examples"] for c in candidates for p in c["properties"])
+    judgements = sum(p["examples"] for c in candidates for p in c["properties"])
+    # an example is a case that all the properties have judged: as slow as the one with the most cases
+    examples = sum(max((p["examples"] for p in c["properties"]), default=0) for c in candidates)
     seconds = run.get("seconds")
     return {
         "format": FORMAT,
@@ -87,8 +92,9 @@ def build(
         "attncheck": __version__,
         **run,
         "require": list(require),
-        "judgements": examples,
-        "judgements_per_minute": 60 * examples / seconds if seconds else None,
+        "examples": examples,
+        "examples_per_minute": 60 * examples / seconds if seconds else None,
+        "judgements": judgements,
         "checked_twice": _checked_twice(candidates),
         "exit_code": code,
         "why": why,
@@ -194,7 +200,7 @@ def _status(rows: list[dict[str, Any]], sums: dict[str, Any], share: float) -> s
         return "not offered"
     if sums["judged"] == 0:
         return "known" if sums["known"] else "not judged"
-    return "weak" if share > WEAK_SHARE else "holds"
+    return "weak" if share > WEAK_SHARE and sums["at_stake"] >= WEAK_LEAST else "holds"
 
 
 def _exit(candidates: list[dict[str, Any]], require: Sequence[str], errors: list[str]) -> tuple[int, list[str]]:

@@ -71,7 +71,7 @@ def _failure(tally: Tally, work: Work, selection: Selection) -> dict[str, Any] |
     saved, not_saved = _save(tally, work, selection)
     replay = None
     if saved is not None:
-        replay = shlex.join(["attncheck", "replay", saved, *selection.replay_arguments(work.target)])
+        replay = shlex.join(["attncheck", "replay", saved, "--candidate", work.target, *selection.loading_arguments()])
     return {
         "kind": failure.verdict.kind,
         "sentence": failure.verdict.sentence,

@@ -34,6 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(f"{prefix}{name}", action="append", default=[], metavar="NAME", help=f"{help_text}; repeatable")
     group.addoption(f"{prefix}forward-only", action="store_true", help="the candidate has no gradients")
     group.addoption(f"{prefix}device", default="cpu", metavar="DEVICE", help="where tensors are put (default: cpu)")
+    group.addoption(f"{prefix}isolate", action="store_true", help="run each candidate in a child process")
+    group.addoption(f"{prefix}timeout", type=float, metavar="S", help="seconds per case with --attncheck-isolate")
     group.addoption(f"{prefix}examples", type=int, metavar="N", help="cases per candidate and property")
     group.addoption(f"{prefix}seconds", type=float, metavar="S", help="stop drawing after about S seconds")
     group.addoption(f"{prefix}seed", type=int, default=0, metavar="N", help="which cases are drawn (default: 0)")

@@ -187,7 +187,7 @@ def _notes(candidate: dict[str, Any]) -> list[Line]:
         lines.append((f"  lacks   {', '.join(features)}: {reason}", ""))
     reasons = _most(candidate, "reasons")
     for sentence, n in reasons[:_REASONS_PRINTED]:
-        lines.append((f"  not judged: {sentence} ({n:,} cases)", ""))
+        lines.append((f"  passed over: {sentence} ({n:,} cases)", ""))
     if len(reasons) > _REASONS_PRINTED:
         lines.append((f"  and {len(reasons) - _REASONS_PRINTED} more reasons in the JSON report", ""))
     return [("", ""), *lines] if lines else []
@@ -210,15 +210,16 @@ def _most(candidate: dict[str, Any], key: str) -> list[tuple[str, int]]:
 def _closing(document: dict[str, Any]) -> list[Line]:
     lines: list[Line] = []
     if document["judgements"]:
-        pace = document["judgements_per_minute"]
-        told = f"{document['judgements']:,} example{'s' if document['judgements'] > 1 else ''}"
+        pace = document["examples_per_minute"]
+        told = f"{document['examples']:,} example{'s' if document['examples'] > 1 else ''}"
+        told += f" ({document['judgements']:,} verdicts)"
         if pace is not None:
             told += f" in {document['seconds']:.0f} s: {pace:,.0f} examples per minute"
         processes = document.get("processes")
         if processes:
             told += f" on {processes} process{'es' if processes > 1 else ''}"
         if document["checked_twice"]:
-            told += f"; {document['checked_twice']:,} cases computed by both exact engines"
+            told += f"; {document['checked_twice']:,} of the cases computed by both exact engines"
         lines += [("", ""), (told, "")]
     if document["errors"]:
         lines += [("", ""), *((f"error: {sentence}", _STYLES["violated"]) for sentence in document["errors"])]

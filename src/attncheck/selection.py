@@ -10,10 +10,13 @@ if TYPE_CHECKING:
     from attncheck.kernels.candidate import Candidate
 
 #: cases per candidate and property, over all dtypes: about a minute for one kernel on two cores
-DEFAULT_EXAMPLES = 1200
+DEFAULT_EXAMPLES = 2400
 
 #: what `examples` means where only --seconds was given: more than anyone waits for
 UNLIMITED = 1_000_000
+
+#: seconds that a case may take with --isolate
+DEFAULT_TIMEOUT = 60.0
 
 #: where failures are saved, relative to the folder of the run
 DEFAULT_SAVE = ".attncheck/failures"
@@ -27,6 +30,7 @@ class SelectionError(ValueError):
 class Selection:
     """The targets of a run and how to judge them. Plain strings and numbers, nothing loaded yet.
 
+    ``isolate`` runs each candidate in a child process, with ``timeout`` seconds per case (None: 60).
     ``examples`` is None where it was not given. ``seconds`` bounds the drawing of the whole run.
     Raises SelectionError.
     """
@@ -37,6 +41,8 @@ class Selection:
     lacks: tuple[str, ...] = ()
     forward_only: bool = False
     device: str = "cpu"
+    isolate: bool = False
+    timeout: float | None = None
     dtypes: tuple[str, ...] = ()
     properties: tuple[str, ...] = ()
     examples: int | None = None
@@ -52,6 +58,10 @@ class Selection:
         repeated = sorted({t for t in self.targets if self.targets.count(t) > 1})
         if repeated:
             raise SelectionError(f"target {repeated[0]!r} is given twice")
+        if self.timeout is not None and not self.isolate:
+            raise SelectionError(f"--timeout is {self.timeout:g} but --isolate is not given; it needs a child process")
+        if self.timeout is not None and not 0 < self.timeout < float("inf"):
+            raise SelectionError(f"--timeout is {self.timeout:g}; it must be a positive number of seconds")
         if self.examples is not None and self.examples < 1:
             raise SelectionError(f"--examples is {self.examples}; it must be at least 1")
         if self.seconds is not None and not 0 < self.seconds < float("inf"):
@@ -86,45 +96,37 @@ class Selection:
                 if value not in accepted:
                     raise SelectionError(f"{option} is {value!r}; accepted are {', '.join(accepted)}")
 
-    def load(self, target: Any, name: str | None = None) -> Candidate:
-        """Load one target under this selection's options. Raises kernels.loading.LoadError."""
+    def load(self, target: str, **declared: Any) -> Candidate:
+        """Load one target under this selection's options; ``declared`` are further ones of
+        kernels.loading.load. Raises its LoadError."""
+        from attncheck.kernels.isolated import isolated
         from attncheck.kernels.loading import load
 
-        return load(
-            target,
-            like=self.like,
-            name=name,
-            supports=self.supports,
-            lacks=self.lacks,
-            forward_only=self.forward_only,
-            device=self.device,
-        )
+        options: dict[str, Any] = {
+            "like": self.like,
+            "supports": self.supports,
+            "lacks": self.lacks,
+            "forward_only": self.forward_only,
+            "device": self.device,
+            **declared,
+        }
+        if self.isolate:
+            return isolated(target, timeout=DEFAULT_TIMEOUT if self.timeout is None else self.timeout, **options)
+        return load(target, **options)
 
     def arguments(self, prefix: str = "--") -> list[str]:
         """These options as command-line words, without the targets and where not the default.
 
         ``prefix`` is "--" for `attncheck verify`, "--attncheck-" for pytest.
         """
-        words: list[str] = []
+        words = self.loading_arguments(prefix)
 
         def option(name: str, value: object) -> None:
             words.extend([prefix + name, str(value)])
 
-        if self.like is not None:
-            option("like", self.like)
-        for name, values in (
-            ("supports", self.supports),
-            ("lacks", self.lacks),
-            ("dtype", self.dtypes),
-            ("property", self.properties),
-            ("require", self.require),
-        ):
+        for name, values in (("dtype", self.dtypes), ("property", self.properties), ("require", self.require)):
             for value in values:
                 option(name, value)
-        if self.forward_only:
-            words.append(f"{prefix}forward-only")
-        if self.device != "cpu":
-            option("device", self.device)
         if self.examples is not None:
             option("examples", self.examples)
         if self.seconds is not None:
@@ -136,18 +138,22 @@ class Selection:
             option("save", self.save)
         return words
 
-    def replay_arguments(self, target: str) -> list[str]:
-        """What `attncheck replay FIXTURE` needs to load ``target`` as this run did."""
-        words = ["--candidate", target]
+    def loading_arguments(self, prefix: str = "--") -> list[str]:
+        """The options that say how a target becomes a candidate, likewise."""
+        words: list[str] = []
         if self.like is not None:
-            words += ["--like", self.like]
+            words += [f"{prefix}like", self.like]
         for name, values in (("supports", self.supports), ("lacks", self.lacks)):
             for value in values:
-                words += [f"--{name}", value]
+                words += [f"{prefix}{name}", value]
         if self.forward_only:
-            words.append("--forward-only")
+            words.append(f"{prefix}forward-only")
         if self.device != "cpu":
-            words += ["--device", self.device]
+            words += [f"{prefix}device", self.device]
+        if self.isolate:
+            words.append(f"{prefix}isolate")
+        if self.timeout is not None:
+            words += [f"{prefix}timeout", f"{self.timeout:g}"]
         return words
 
 

@@ -1,0 +1,795 @@
+"""The error bounds, attacked: no right kernel passes them, every term is needed, wrong kernels do.
+
+Terms that no test here can isolate, because others are always as large in NumPy, and why they stand:
+
+- the roundings of raw scores (3 or 4 u), of bias and ALiBi (3 u), of each addition and of the score
+  (u): one for each operation that a kernel performs, counted in oracle/bounds.py where it is added;
+  log2(e) counts twice, as a constant and as a product. ``test_roundings_compound`` checks the sum.
+- exp(Lambda) on the errors of the weights: sum w >= exp(-Lambda) sum p, by Cauchy-Schwarz on
+  sum p exp(x) sum p exp(-x) >= 1. ``test_the_weights_bound_holds_for_every_sign`` tries all signs.
+- the argument of exp in the recomputation, 3 u |log p| + 2 u |lambda|: a difference, log2(e) on it, or
+  on the stored log-sum-exp. The log-sum-exp's own roundings are never smaller in these kernels.
+- P kept from the forward pass: exp and division of a second path; the stored log-sum-exp's bound is
+  mostly larger.
+- a pairwise tree over the axis: an element is added log2(places) times at most and n - 1 times at
+  most; a tree deep enough to tell the two apart needs a million keys.
+  ``test_growth_counts_what_an_element_passes_through`` counts by brute force.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attncheck.oracle import bounds as bounds_module
+from attncheck.oracle.bounds import bounds, growth
+from attncheck.oracle.case import Case
+from attncheck.oracle.enclosure import exact
+from attncheck.oracle.formats import FORMATS
+from attncheck.oracle.profile import Conventions, Profile
+from attncheck.properties.judge import judge
+from attncheck.properties.verdict import Outcome, Verdict
+
+from .attack import climb, errors, pairs, ratio, verdicts
+from .right import PLAIN, Choices, choices, solve
+
+OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias")
+
+
+def case_of(dtype: str, *, bias_dtype: str | None = None, **fields: Any) -> Case:
+    """A case from nested lists; q, k, v, do as rows of one head, or with all four axes."""
+    storage, wide = FORMATS[dtype].dtype, FORMATS["float64" if dtype == "float64" else "float32"].dtype
+    for name in ("q", "k", "v", "do"):
+        if name in fields:
+            x = np.array(fields[name], dtype=np.float64)
+            fields[name] = x.reshape((1,) * (4 - x.ndim) + x.shape).astype(storage)
+    if "dlse" in fields:
+        x = np.array(fields["dlse"], dtype=np.float64)
+        fields["dlse"] = x.reshape((1,) * (3 - x.ndim) + x.shape).astype(wide)
+    if "bias" in fields:
+        fields["bias"] = np.array(fields["bias"]).astype(FORMATS[bias_dtype or dtype].dtype)
+    return Case(**fields)
+
+
+def judged(case: Case, c: Choices, output: str, profile: Profile, bound: Callable[..., Any] = bounds) -> Verdict:
+    """The verdict on one output of a kernel under a profile and a (perhaps altered) bound."""
+    answer = exact(case)
+    allowed = bound(case, answer, profile)[output]
+    return judge(case, output, getattr(solve(case, c), output), answer, allowed, Conventions(), profile)
+
+
+# -- no right kernel passes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_right_kernels_hold_on_drawn_cases(dtype: str, record_property: Callable[[str, object], None]) -> None:
+    worst: dict[str, float] = {}
+    for case, c in islice(pairs(dtype, seed=1), 150):
+        for output, verdict in verdicts(case, c).items():
+            assert verdict.outcome is not Outcome.VIOLATED, f"{verdict.sentence}; {verdict.worst}; {c}"
+            worst[output] = max(worst.get(output, 0.0), ratio(verdict))
+    record_property("worst", worst)
+    assert set(worst) == set(OUTPUTS)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_right_kernels_hold_where_cases_are_bent_against_them(
+    dtype: str, output: str, record_property: Callable[[str, object], None]
+) -> None:
+    rng = np.random.default_rng(2)
+    small = (
+        (case, c)
+        for case, c in pairs(dtype, seed=2)
+        if case.q.size * case.k.size > 0
+        and math.prod(case.shape[:5]) <= 60
+        and (output != "dbias" or case.bias is not None)
+    )
+    worst = 0.0
+    for start, first in islice(small, 3):
+        found, case, c = climb(start, first, output, rng, 40)
+        assert found <= 1, f"{verdicts(case, c)[output].sentence}; {c}"
+        worst = max(worst, found)
+    record_property("worst", worst)
+
+
+# -- every term is needed -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Term:
+    """A term of the bound, as its source says it, what is left without it, and a kernel that needs it."""
+
+    name: str
+    source: str
+    without: str
+    output: str
+    case: Case
+    choices: Choices
+
+
+def right(**changes: Any) -> Choices:
+    return replace(PLAIN, **changes)
+
+
+def one_key(dtype: str, *, dlse: float = 0.0, **fields: Any) -> Case:
+    """One query, one key: P is 1, and dlse is dS."""
+    zero = [[0.0]]
+    return case_of(dtype, **({"q": zero, "k": zero, "v": zero, "do": zero, "dlse": [dlse]} | fields))
+
+
+def ties(n: int, unit: float = 2.0**-24) -> list[float]:
+    """1 and then numbers that are each lost when added to it in turn, to even."""
+    return [1.0] + [unit] * (n - 1)
+
+
+T16, T32 = FORMATS["float16"].tiny, FORMATS["float32"].tiny
+SPREAD = (np.arange(512) % 8 == 0)[None, :]  # one visible key in each chain of eight
+BELOW_A_TIE = -16.6356  # exp of it is a little less than 2^-24
+
+
+def terms() -> list[Term]:
+    zero, two = [[0.0]], [[0.0], [0.0]]
+    first_tie = {"q": [[1.0]], "k": [[0.0]] + [[BELOW_A_TIE]] * 63, "do": [[0.0]], "scale": 1.0}
+    return [
+        Term(
+            "a chain is as long as the axis makes it",
+            "profile.chain + math.ceil(places / profile.chain)",
+            "profile.chain + np.ceil(n / profile.chain)",
+            "o",
+            case_of(
+                "float32",
+                q=zero,
+                k=np.zeros((512, 1)),
+                v=np.array([1.0] + [2.0**-24] * 511)[:, None],
+                mask=SPREAD,
+            ),
+            right(order="chain", chain=8, exp_units=1.0),
+        ),
+        Term(
+            "sum of the product q.k",
+            "growth(p, d, d) * qk",
+            "0 * qk",
+            "lse",
+            one_key("float32", q=[[1.0]], k=[[2.56169056892395]]),
+            right(operands="tf32 cut"),
+        ),
+        Term(
+            "q times the scale underflows",
+            "s.tiny_u * (qk + s.root * q_and_k)",
+            "s.tiny_u * qk",
+            "lse",
+            one_key("float32", q=[[1.9 * T32]], k=[[0.9 / T32]], scale=0.125),
+            right(prescale="q", flush=True),
+        ),
+        Term(
+            "inputs read as 0",
+            "+ s.tiny_in * q_and_k",
+            "",
+            "lse",
+            one_key("float16", q=[[0.9 * T16]], k=[[60000.0]], scale=1.0),
+            right(flush=True),
+        ),
+        Term(
+            "q stored with the scale",
+            "p.u_prescale * s.scale * qk",
+            "0 * qk",
+            "lse",
+            one_key("float16", q=[[1.0]], k=[[1.0]], scale=float(np.float32(0.3337))),
+            right(prescale="q", prescale_stored=True),
+        ),
+        Term(
+            "q stored with the scale underflows",
+            "+ p.tiny * s.root * q_and_k",
+            "",
+            "lse",
+            one_key("float16", q=[[1.0]], k=[[60000.0]], scale=2.0**-15),
+            right(prescale="q", prescale_stored=True, flush=True),
+        ),
+        Term(
+            "tanh",
+            "_times(e_raw, slope) + tanh",
+            "_times(e_raw, slope)",
+            "lse",
+            one_key("float64", q=[[1.0]], k=[[1.0]], softcap=1.0),
+            right(tanh_units=1024.0),
+        ),
+        Term(
+            "bias stored",
+            "+ p.u_bias * bias",
+            "",
+            "lse",
+            one_key("bfloat16", bias=[1.140663981437683], bias_dtype="float32"),
+            right(bias_stored=True),
+        ),
+        Term(
+            "bias stored underflows",
+            "e = e + p.tiny\n",
+            "pass\n",
+            "lse",
+            one_key("float16", bias=[5e-5], bias_dtype="float32"),
+            right(bias_stored=True, flush=True, accumulator="float64"),
+        ),
+        Term(
+            "exp",
+            "(1 + steps[..., None]) * p.u_exp",
+            "0 * steps[..., None]",
+            "o",
+            case_of("float64", q=[[1.0]], k=[[0.0], [1.0]], v=[[1.0], [0.0]]),
+            right(exp_units=64.0),
+        ),
+        Term(
+            "errors of the weights move the row sum",
+            "moved - from_scores + _relative(row_sum)",
+            "_relative(row_sum)",
+            "lse",
+            case_of("float64", q=[[1.0]], k=[[1.0], [0.0]], v=two),
+            right(exp_units=1024.0, sign="+"),
+        ),
+        Term(
+            "log of the mean, not the mean",
+            "np.where(error.max(axis=3, initial=0.0) > 1.0, _logsumexp(r.logp + error), np.log1p(grown))",
+            "(r.prob * error).sum(axis=3)",
+            "lse",
+            # 2^30 - 31 rounds to 2^30: the second score is computed as 0
+            case_of("float32", q=[[1.0] * 3], k=[[0.0] * 3, [2.0**30, -31.0, -(2.0**30)]], v=two, scale=1.0),
+            right(order="up"),
+        ),
+        Term(
+            "division by the row sum",
+            "r.steps * u + divided\n",
+            "r.steps * u\n",
+            "o",
+            one_key("float64", v=[[1.0]]),
+            right(exp_units=64.0),
+        ),
+        Term(
+            "sums of P V",
+            "summed = growth(p, r.count, places) + ",
+            "summed = ",
+            "o",
+            case_of("float32", q=[[-1.0]], k=[[0.0], [-0.125]], v=[[1.0], [0.0]]),
+            right(operands="tf32 cut"),
+        ),
+        Term(
+            "row sum, in o",
+            "row_sum = growth(p, r.count, places, matmul=False) + r.steps * u",
+            "row_sum = r.steps * u",
+            "o",
+            # both sums lose every term after the first, in directions that add up in the quotient
+            case_of("float32", **first_tie, v=[[1.5]] + [[-1.0]] * 63),
+            right(order="up", exp_units=1.0),
+        ),
+        Term(
+            "row sum, in lse",
+            "+ _relative(row_sum) + r.count * s.tiny_u",
+            "",
+            "lse",
+            case_of("float32", **first_tie, v=np.zeros((64, 1))),
+            right(order="up", exp_units=1.0),
+        ),
+        Term(
+            "a row summed first weighs each key twice",
+            "twice = np.where(r.steps > 0, (most * twice).sum(axis=3), 0.0)",
+            "twice = 0 * r.steps",
+            "o",
+            case_of("float64", q=[[1.0]], k=np.arange(32.0)[:, None] / 64, v=np.ones((32, 1)), scale=1.0),
+            right(softmax="two-pass", key_block=1, exp_units=64.0, sign="+"),
+        ),
+        Term(
+            "P rounded",
+            "(p.u_p + summed * (1 + p.u_p))",
+            "summed",
+            "o",
+            case_of("float16", q=[[1.0]], k=[[0.0], [0.125]], v=[[-1.0], [1.0]]),
+            right(rounds_p="cut"),
+        ),
+        Term(
+            "P underflows",
+            "np.minimum(most, s.tiny_p) @ v_abs",
+            "0 * (most @ v_abs)",
+            "o",
+            case_of("float16", q=[[1.0]], k=[[0.0], [-10.0]], v=[[0.0], [60000.0]], scale=1.0),
+            right(rounds_p="nearest", flush=True),
+        ),
+        Term(
+            "V read as 0",
+            "(s.tiny_in * most.sum(axis=3) + p.tiny)",
+            "(0 * most.sum(axis=3) + p.tiny)",
+            "o",
+            case_of("float16", q=zero, k=two, v=[[1.9 * T16], [0.99 * T16]]),
+            right(flush=True),
+        ),
+        Term(
+            "products P V underflow",
+            "((2 * r.count + 1) * s.tiny_u)",
+            "(0 * r.count)",
+            "o",
+            case_of(
+                "float32",
+                q=[[1.0]],
+                k=[[0.0]] + [[-20.0]] * 8,
+                v=[[0.0]] + [[0.9 * T32 * math.exp(20)]] * 8,
+                scale=1.0,
+            ),
+            right(flush=True, order="up"),
+        ),
+        Term(
+            "log",
+            "max(p.u_exp, u) * (log_sum + moved + sums_and_exp)",
+            "0",
+            "lse",
+            case_of("float64", q=zero, k=np.zeros((64, 1)), v=np.zeros((64, 1))),
+            right(exp_units=64.0, order="pairwise"),
+        ),
+        Term(
+            "lse below its format's range",
+            "p.tiny if p.lse == p.storage else lse.tiny",
+            "0.0",
+            "lse",
+            one_key("float16", q=[[1.0]], k=[[17 * 2.0**-24]], scale=float(np.float32(0.3))),
+            right(lse="float16", accumulator="float64"),
+        ),
+        Term(
+            "P again, from a log-sum-exp that was stored",
+            "r.e + lse_bound.allowed[..., None]",
+            "r.e",
+            "dv",
+            case_of("float16", q=[[1.0]], k=[[3.7]], v=zero, do=[[1.0]]),
+            right(lse="bfloat16"),
+        ),
+        Term(
+            "products dO.V",
+            "growth(p, dv, dv) * dov + dv * s.tiny_u",
+            "0 * dov",
+            "dq",
+            case_of("float32", q=zero, k=[[1.0], [-1.0]], v=[ties(64), [-x for x in ties(64)]], do=np.ones((1, 64))),
+            right(order="up", exp_units=1.0),
+        ),
+        Term(
+            "dO and V read as 0 in dP",
+            "dp_error + s.tiny_in * (do_abs",
+            "dp_error + 0 * (do_abs",
+            "dq",
+            case_of("float16", q=zero, k=[[1.0], [-1.0]], v=[[60000.0], [-60000.0]], do=[[0.9 * T16]]),
+            right(flush=True),
+        ),
+        Term(
+            "D from O",
+            "np.fmax(from_o, from_p)",
+            "from_p",
+            "dk",
+            case_of("float16", q=[[1.0]], k=two, v=[[0.0], [1.0]], do=[[1.0]], bias=[-1.0, 1.0]),
+            PLAIN,
+        ),
+        Term(
+            "D from P",
+            "np.fmax(from_o, from_p)",
+            "from_o",
+            "dk",
+            # one value: O is exact but for the division, P is not
+            case_of("float64", q=[[1.0]], k=[[-8.0], [-8.0]], v=[[1.0], [1.0]], do=[[1.0]]),
+            right(delta="p", base2="fma", exp_units=64.0, sign=0),
+        ),
+        Term(
+            "dS rounded",
+            "(p.u_p + u * (1 + p.u_p)) * (ds + y)",
+            "0",
+            "dq",
+            one_key("float16", k=[[1.0]], dlse=-10.123372077941895),
+            right(rounds_p="cut"),
+        ),
+        Term(
+            "dS underflows",
+            "+ np.minimum(s.tiny_p, ds + y)",
+            "",
+            "dq",
+            one_key("float16", k=[[1000.0]], dlse=5e-5, scale=1.0),
+            right(rounds_p="nearest", flush=True),
+        ),
+        Term(
+            "dS times the cap's slope underflows",
+            "+ u * (ds * slope + ds_error) + s.tiny_p",
+            "+ u * (ds * slope + ds_error)",
+            "dq",
+            one_key("float16", q=[[4.0]], k=[[3.0]], dlse=1.0, softcap=2.0),
+            right(rounds_p="nearest", flush=True),
+        ),
+        Term(
+            "the cap's slope at a score that is off",
+            "slope_error = np.minimum(_times(slope, np.expm1(moved)), 1.0)",
+            "slope_error = 0 * slope",
+            "dq",
+            # 4097 * 2047.75 rounds by a quarter, so that 5.75 is computed as 6
+            one_key("float32", q=[[4097.0, 1.0]], k=[[2047.75, -8389626.0]], dlse=1.0, scale=1.0, softcap=1.0),
+            right(order="up"),
+        ),
+        Term(
+            "the cap's slope: tanh",
+            "2 * p.u_tanh * (1 + p.u_tanh)",
+            "0",
+            "dk",
+            one_key("float32", q=[[1.0]], k=[[64.0]], dlse=1.0, softcap=1.0),
+            right(tanh_units=1024.0, sign="-"),
+        ),
+        Term(
+            "sums of dQ",
+            '"sums": s.scale * (growth(p, n, case.shape[4]) + _roundings(4, u)) * ds_k',
+            '"sums": 0 * ds_k',
+            "dq",
+            one_key("float32", k=[[1.0]], dlse=-0.5082716941833496),
+            right(operands="tf32 cut"),
+        ),
+        Term(
+            "sums of dK",
+            '"sums": s.scale * (growth(p, n, places) + _roundings(4, p.u)) * total',
+            '"sums": 0 * total',
+            "dk",
+            one_key("float32", q=[[1.0]], dlse=-0.5082716941833496),
+            right(operands="tf32 cut"),
+        ),
+        Term(
+            "sums of dV",
+            '"sums": growth(p, n, places) * self.dv["total"] * (1 + p.u_p)',
+            '"sums": 0 * self.dv["total"]',
+            "dv",
+            one_key("float32", do=[[1.3040000200271606]]),
+            right(operands="tf32 cut"),
+        ),
+        Term(
+            "sums of dbias",
+            '"sums": growth(p, bias["count"], self._places_of_bias(), matmul=False) * bias["total"]',
+            '"sums": 0 * bias["total"]',
+            "dbias",
+            case_of("float32", q=np.zeros((64, 1)), k=zero, v=zero, do=np.zeros((64, 1)), dlse=ties(64), bias=[[0.0]]),
+            right(order="up", exp_units=1.0),
+        ),
+        Term(
+            "k stored with the scale, in dQ",
+            'parts["k stored with the scale"] = p.u_prescale * s.scale * ds_k + p.tiny * s.root * mass',
+            "pass",
+            "dq",
+            case_of("bfloat16", q=[[0.0, 0.0]], k=[[0.0, 1.5], [0.0, 0.0]], v=[[-1.0], [1.0]], do=[[1.0]]),
+            right(prescale="roots", prescale_stored=True),
+        ),
+        Term(
+            "q stored with the scale, in dK",
+            's.scale * p.u_prescale * total + p.tiny * s.root * self.mass["dk"]',
+            'p.tiny * s.root * self.mass["dk"]',
+            "dk",
+            one_key("bfloat16", q=[[1.40625]], dlse=1.922008752822876, scale=0.7809918522834778),
+            right(prescale="q", prescale_stored=True, accumulator="float64"),
+        ),
+        Term(
+            "q stored with the scale underflows, in dK",
+            '+ p.tiny * s.root * self.mass["dk"]',
+            "",
+            "dk",
+            one_key("float16", q=[[1.0]], dlse=60000.0, scale=2.0**-15),
+            right(prescale="q", prescale_stored=True, flush=True),
+        ),
+        Term(
+            "k and q read as 0, in dQ and dK",
+            "(s.scale * s.tiny_in + s.root * s.tiny_u) * mass",
+            "0 * mass",
+            "dq",
+            one_key("float16", k=[[0.9 * T16]], dlse=1000.0, scale=1.0),
+            right(flush=True),
+        ),
+        Term(
+            "dO read as 0, in dV",
+            '+ s.tiny_in * self.mass["dv"]',
+            "",
+            "dv",
+            case_of("float16", q=np.zeros((8, 1)), k=zero, v=zero, do=np.full((8, 1), 0.9 * T16)),
+            right(flush=True),
+        ),
+        Term(
+            "P underflows, in dV",
+            'self.dv["underflow"] += over_rows(np.minimum(most, s.tiny_p), do_abs)',
+            "pass",
+            "dv",
+            case_of("float16", q=[[3.0]], k=[[32.0], [0.0]], v=two, do=[[128.0]], scale=0.125),
+            right(rounds_p="nearest", flush=True),
+        ),
+        Term(
+            "P rounded, in dV",
+            '"rounding of P": self.dv["rounding of P"]',
+            '"rounding of P": 0 * self.dv["rounding of P"]',
+            "dv",
+            case_of("bfloat16", q=zero, k=two, v=two, do=[[-1.9375]]),
+            right(rounds_p="cut"),
+        ),
+        Term(
+            "dK and dQ underflow",
+            "+ max(1.0, s.scale) * n * s.tiny_u + s.p.tiny",
+            "",
+            "dk",
+            case_of("float16", q=[[0.0009765625]], k=two, v=[[0.0], [0.000244140625]], do=[[-1.5]]),
+            PLAIN,
+        ),
+        Term(
+            "dV underflows",
+            '* self.mass["dv"] + p.tiny + n * s.tiny_u',
+            '* self.mass["dv"]',
+            "dv",
+            case_of("float16", q=[[32.0]], k=[[1.0], [0.0]], v=two, do=[[1.0]], scale=0.5),
+            PLAIN,
+        ),
+        Term(
+            "dS scaled before it is rounded, in dQ",
+            'parts["dS scaled before it is rounded"] = np.minimum(s.tiny_p, s.scale * largest) @ k_abs',
+            "pass",
+            "dq",
+            one_key("float16", k=[[1000.0]], dlse=1.0, scale=2.0**-15),
+            right(rounds_p="nearest", ds_scaled_first=True, flush=True),
+        ),
+        Term(
+            "dS scaled before it is rounded, in dK",
+            'parts["dS scaled before it is rounded"] = self.dk["scaled first"]',
+            "pass",
+            "dk",
+            one_key("float16", q=[[1000.0]], dlse=1.0, scale=2.0**-15),
+            right(rounds_p="nearest", ds_scaled_first=True, flush=True),
+        ),
+        Term(
+            "dQ summed in storage",
+            'parts["sums kept in storage"] = _kept_in_storage(s, parts, _in_storage_over_keys(s, signed), blocks)',
+            "pass",
+            "dq",
+            case_of("bfloat16", q=zero, k=[[1.0], [1.0]], v=[[4.0], [-3.875]], do=[[-0.71875]]),
+            right(grads_in_storage=(1, 1)),
+        ),
+        Term(
+            "dV summed in storage",
+            'parts["sums kept in storage"] = _kept_in_storage(self.s, parts, running, steps)',
+            "pass",
+            "dv",
+            case_of("bfloat16", q=np.zeros((8, 1)), k=zero, v=zero, do=np.array(ties(8, 2.0**-8))[:, None]),
+            right(grads_in_storage=(1, 1)),
+        ),
+        Term(
+            "dV summed in storage over a group",
+            "self.storage[name] + self._over_group(name)",
+            "self.storage[name]",
+            "dv",
+            case_of(
+                "bfloat16", q=np.zeros((1, 8, 1, 1)), k=zero, v=zero, do=np.reshape(ties(8, 2.0**-8), (1, 8, 1, 1))
+            ),
+            right(grads_in_storage=(64, 64)),
+        ),
+        Term(
+            "storing",
+            'parts["storing"] = unit * (np.abs(exact) + w)',
+            'parts["storing"] = 0 * w',
+            "o",
+            case_of("float16", q=[[1.0]], k=[[0.0], [1.0]], v=[[1.0], [0.0]]),
+            PLAIN,
+        ),
+        # what makes elements vacuous, because a right kernel may overflow
+        Term(
+            "scores may overflow",
+            "over = ~within.all(axis=3)",
+            "over = np.zeros(within.shape[:3], dtype=bool)",
+            "o",
+            case_of("float32", q=[[1e20]], k=[[1e20], [9e19]], v=[[1.0], [2.0]]),
+            PLAIN,
+        ),
+        Term(
+            "q times the scale may overflow",
+            "over = over | ~(largest <= (min(most, s.acc_max) if p.u_prescale else s.acc_max))",
+            "pass",
+            "lse",
+            one_key("float16", q=[[32.0]], scale=4096.0),
+            right(prescale="q", prescale_stored=True),
+        ),
+        Term(
+            "a stored O may be infinite, and D with it",
+            "row_over = row_over | _may_overflow(o, o_bound, format_of(p.storage).max).any(axis=3)",
+            "pass",
+            "dq",
+            # 1/27 rounds up: the sum of 27 of them times the largest number rounds to infinity
+            case_of("float16", q=zero, k=np.zeros((27, 1)), v=np.full((27, 1), FORMATS["float16"].max), do=[[1.0]]),
+            right(softmax="normalised", rounds_p="nearest"),
+        ),
+        Term(
+            "a sum of unnormalised weights may overflow",
+            "sums = r.seen.astype(np.float64) @ v_abs > s.acc_max",
+            "sums = np.zeros(o.shape, dtype=bool)",
+            "o",
+            case_of("float32", q=zero, k=two, v=[[3e38], [3e38]]),
+            PLAIN,
+        ),
+    ]
+
+
+TERMS = {term.name: term for term in terms()}
+
+
+def altered(term: Term) -> Callable[..., Any]:
+    """bounds() without the term."""
+    source = Path(bounds_module.__file__).read_text()
+    assert source.count(term.source) == 1, f"{term.name}: its source is there {source.count(term.source)} times"
+    module = types.ModuleType("attncheck.oracle.bounds_without")
+    module.__package__ = "attncheck.oracle"
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    try:
+        exec(compile(source.replace(term.source, term.without), f"bounds without {term.name}", "exec"), module.__dict__)
+    finally:
+        del sys.modules[module.__name__]
+    return module.bounds  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("term", TERMS.values(), ids=list(TERMS))
+def test_without_this_term_a_right_kernel_is_accused(term: Term) -> None:
+    profile = term.choices.profile(term.case.dtype)
+    assert judged(term.case, term.choices, term.output, profile).outcome is not Outcome.VIOLATED
+    verdict = judged(term.case, term.choices, term.output, profile, altered(term))
+    assert verdict.outcome is Outcome.VIOLATED, f"{verdict.worst}"
+
+
+# -- every declaration does something -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """A field of the profile, what a kernel that keeps silent about it would say, and one that must not."""
+
+    field: str
+    silent: object
+    term: str  # whose case and choices show it
+
+
+DECLARATIONS = (
+    Declaration("u_in", 0.0, "sum of the product q.k"),
+    Declaration("u_p", 0.0, "dS rounded"),
+    Declaration("u_exp", 0.0, "division by the row sum"),
+    Declaration("u_tanh", 0.0, "tanh"),
+    Declaration("lse", "float32", "lse below its format's range"),
+    Declaration("tiny", 0.0, "V read as 0"),
+    Declaration("u_prescale", 0.0, "q stored with the scale"),
+    Declaration("u_bias", 0.0, "bias stored"),
+    Declaration("chain", 0, "row sum, in o"),
+    Declaration("key_block", 1 << 20, "a row summed first weighs each key twice"),
+    Declaration("grads_in_storage", None, "dV summed in storage"),
+    Declaration("ds_scaled_first", False, "dS scaled before it is rounded, in dQ"),
+)
+
+
+@pytest.mark.parametrize("declared", DECLARATIONS, ids=[d.field for d in DECLARATIONS])
+def test_what_a_profile_declares_is_allowed_for(declared: Declaration) -> None:
+    term = TERMS[declared.term]
+    profile = term.choices.profile(term.case.dtype)
+    assert getattr(profile, declared.field) != declared.silent
+    silent = replace(profile, **{declared.field: declared.silent})
+    assert judged(term.case, term.choices, term.output, profile).outcome is not Outcome.VIOLATED
+    assert judged(term.case, term.choices, term.output, silent).outcome is Outcome.VIOLATED
+
+
+def test_the_accumulator_is_read_off_its_unit() -> None:
+    case = case_of("float32", q=[[1.0]], k=[[0.0]] + [[BELOW_A_TIE]] * 63, v=np.zeros((64, 1)), scale=1.0)
+    c = right(order="up", exp_units=1.0)
+    profile = c.profile("float32")
+    finer = replace(profile, u=FORMATS["float64"].unit, u_exp=FORMATS["float64"].unit)
+    assert judged(case, c, "lse", profile).outcome is Outcome.HOLDS
+    assert judged(case, c, "lse", finer).outcome is Outcome.VIOLATED
+
+
+def test_an_absolute_tanh_may_err_where_a_relative_one_may_not() -> None:
+    case = one_key("float32", q=[[1.0]], k=[[2.0**-12]], softcap=1.0)
+    c = right(cap="exp")
+    profile = c.profile("float32")
+    assert judged(case, c, "lse", profile).outcome is Outcome.HOLDS
+    relative = judged(case, c, "lse", replace(profile, tanh_is_absolute=False, u_exp=0.0))
+    assert relative.worst is not None and judged(case, c, "lse", profile).worst is not None
+    assert relative.worst.allowed < judged(case, c, "lse", profile).worst.allowed  # type: ignore[union-attr]
+
+
+# -- formulas against brute force -----------------------------------------------------------------
+
+
+def depth(n: int, chain: int | None, seen: tuple[int, ...]) -> int:
+    """Roundings that the worst-placed visible term passes through: its product, and each addition of
+    something that is not 0."""
+
+    def add(a: int | None, b: int | None) -> int | None:
+        if a is None or b is None:
+            return b if a is None else a
+        return max(a, b) + 1
+
+    nodes: list[int | None] = [1 if i in seen else None for i in range(n)]
+    if chain == 0:
+        while len(nodes) > 1:
+            odd = nodes[-1:] if len(nodes) % 2 else []
+            nodes = [add(a, b) for a, b in zip(nodes[:-1:2], nodes[1::2], strict=False)] + odd
+        return nodes[0] or 0
+
+    def along(terms: list[int | None]) -> int | None:
+        total = None
+        for term in terms:
+            total = add(total, term)
+        return total
+
+    size = chain or n
+    return along([along(nodes[i : i + size]) for i in range(0, n, size)]) or 0
+
+
+@pytest.mark.parametrize("chain", [None, 0, 1, 2, 3, 4])
+def test_growth_counts_what_an_element_passes_through(chain: int | None) -> None:
+    u = 2.0**-24
+    profile = replace(right().profile("float32"), chain=chain)
+    for n in range(1, 10):
+        for visible in range(1, n + 1):
+            deepest = max(depth(n, chain, seen) for seen in itertools.combinations(range(n), visible))
+            allowed = float(growth(profile, visible, n)) / u
+            assert deepest <= allowed
+            if chain is None:
+                assert deepest == allowed  # and no more than is needed
+
+
+def test_roundings_compound() -> None:
+    for k in range(1, 8):
+        for unit in (2.0**-8, 2.0**-24, 2.0**-53):
+            exactly = math.expm1(k * math.log1p(unit))
+            assert exactly <= bounds_module._roundings(k, unit) <= exactly * (1 + k * unit)
+
+
+def test_the_weights_bound_holds_for_every_sign() -> None:
+    """sum (w - p)(v - o) / sum w with w = p exp(±x), over all signs, against what o's bound says of it."""
+    rng = np.random.default_rng(3)
+    for _ in range(100):
+        n = int(rng.integers(2, 6))
+        p, v, x = rng.dirichlet(np.ones(n)), rng.standard_normal(n), rng.uniform(0, 1, n) ** 4
+        o = p @ v
+        largest = 0.0
+        for signs in itertools.product((-1.0, 1.0), repeat=n):
+            w = p * np.exp(np.array(signs) * x)
+            largest = max(largest, abs(w @ v / w.sum() - o))
+        moved = math.log(p @ np.exp(x))
+        by_weights = math.exp(moved) * (p * np.expm1(x)) @ np.abs(v - o)
+        assert largest <= by_weights * (1 + 2.0**-50)
+
+
+# -- wrong kernels do pass it ---------------------------------------------------------------------
+
+FAULTS: dict[str, Callable[[Case], Case]] = {
+    "scale off by a half": lambda case: replace(
+        case, scale=float(np.float32(1.5 * (case.scale or case.q.shape[3] ** -0.5)))
+    ),
+    "last key dropped": lambda case: replace(case, mask=np.arange(case.k.shape[2])[None, :] < case.k.shape[2] - 1),
+    "values shifted by one key": lambda case: replace(case, v=np.roll(case.v, 1, axis=2)),
+    "cap left out": lambda case: replace(case, softcap=None),
+    "upstream gradient shifted by one row": lambda case: replace(case, do=np.roll(case.do, 1, axis=2)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_wrong_kernels_pass_the_bound(dtype: str, fault: str) -> None:
+    """The same kernels on a case that was tampered with, judged as if it had not been."""
+    rng = np.random.default_rng(4)
+    fmt = FORMATS[dtype].dtype
+    q, k, v, do = (rng.standard_normal((1, 2, 6, 8)).astype(fmt) for _ in range(4))
+    case = Case(q, k, v, do=do, softcap=2.0)
+    answer = exact(case)
+    gradients = ("dq", "dk", "dv")
+    expected = {"upstream gradient shifted by one row": gradients, "values shifted by one key": ("o", "dq", "dk")}
+    for _ in range(5):
+        c = choices(rng, dtype)
+        profile = c.profile(dtype)
+        allowed, got = bounds(case, answer, profile), solve(FAULTS[fault](case), c)
+        for output in expected.get(fault, ("o", *gradients)):
+            # a wrong answer in the right form: nothing but the ratio can tell
+            verdict = judge(case, output, getattr(got, output), answer, allowed[output], Conventions(), profile)
+            assert verdict.outcome is Outcome.VIOLATED and verdict.kind == "bound", f"{output} of {c}"
+            assert (errors(case, output, got, answer, allowed[output]) > allowed[output].allowed).any()
