@@ -319,7 +319,7 @@ def _forward(s: _Setup, r: _Rows) -> tuple[Bound, Bound, Array]:
     spread = np.where(r.seen[..., None], np.abs(s.v[:, :, None] - o[..., None, :]), 0.0)
     hull = spread.max(axis=3, initial=0.0)
     of_weights = _times(np.exp(moved)[..., None], r.prob * np.expm1(np.minimum(r.log_error, 1.0)))
-    of_weights = np.where((r.log_error < 1.0).all(axis=3)[..., None], of_weights, np.inf)
+    of_weights = np.where(r.log_error.max(axis=3, initial=0.0)[..., None] < 1.0, of_weights, np.inf)
     by_errors = np.fmin(_weighted(of_weights, spread), _weighted(error, spread))
     conditioning = np.minimum(by_errors, hull)  # no weights can leave the hull of V
     # Rounding: P on its way in, the sum with its rescales, the division (or 1/l and a product), which
@@ -535,7 +535,7 @@ class _KeySide:
         self.running = {"dk": zeros((b, hq, sk, d)), "dv": zeros((b, hq, sk, dv))}
         self.dv_over = zeros((b, hk), dtype=bool)
         self.dk_over = zeros((b, hk), dtype=bool)
-        self.bias = None
+        self.bias: dict[str, Array] | None = None
         if s.case.bias is not None:
             self.bias = {name: zeros(s.case.bias.shape) for name in ("error", "total", "natural", "count", "over")}
 
@@ -641,13 +641,15 @@ class _KeySide:
                 "sums": growth(p, bias["count"], self._places_of_bias(), matmul=False) * bias["total"],
                 "underflow": np.full_like(bias["error"], p.tiny),
             }
+            # a kernel that stores the bias in its own format does so with the bias's gradient too
             unit = max(format_of(s.case.bias.dtype).unit, p.u_bias)
+            over = (bias["over"] > 0) | ~(bias["total"] <= (format_of(p.storage).max if p.u_bias else s.acc_max))
             bound = _bound(
                 exact.dbias.hi,  # type: ignore[union-attr]
                 parts,
                 unit,
                 np.zeros(bias["over"].shape, dtype=bool),
-                bias["over"] > 0,
+                over,
                 bias["natural"] < 4 * p.tiny,
                 bias["count"] == 0,
             )
@@ -727,15 +729,16 @@ def _joined(pieces: list[Bound]) -> Bound:
     if len(pieces) == 1:
         return pieces[0]
 
-    def along_rows(arrays: list[Array]) -> Array:
-        return np.concatenate(arrays, axis=2)
+    def along_rows(name: str) -> Array:
+        return np.concatenate([getattr(piece, name) for piece in pieces], axis=2)
 
     return Bound(
-        *(
-            along_rows([getattr(x, name) for x in pieces])
-            for name in ("allowed", "vacuous", "overflow", "structural", "must_be_zero")
-        ),
-        parts={name: along_rows([x.parts[name] for x in pieces]) for name in pieces[0].parts},
+        allowed=along_rows("allowed"),
+        vacuous=along_rows("vacuous"),
+        overflow=along_rows("overflow"),
+        structural=along_rows("structural"),
+        must_be_zero=along_rows("must_be_zero"),
+        parts={name: np.concatenate([x.parts[name] for x in pieces], axis=2) for name in pieces[0].parts},
     )
 
 

@@ -15,8 +15,9 @@ class Profile:
     ``u``            unit roundoff of the accumulator (2^-24 float32, 2^-23 where it truncates).
     ``u_in``         rounding of matmul operands on the way in (tf32 2^-11; 0 otherwise).
     ``u_p``          rounding of P and dS before their matmul (the storage unit where they are
-                     stored in it; 0 where they stay in the accumulator's type).
-    ``u_exp``        relative error of exp and of the division by the row sum, each.
+                     stored in it; 0 where they stay in the accumulator's type). The row sum is that
+                     of P before it is rounded.
+    ``u_exp``        relative error of exp, of the division by the row sum and of log, each; exp(0) is 1.
     ``u_tanh``       error of tanh: relative, or absolute where ``tanh_is_absolute``.
     ``lse``          format in which the log-sum-exp is stored.
     ``tiny``         below this a stored value may flush or lose digits.

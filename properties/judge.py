@@ -105,14 +105,16 @@ def judge(
     if output == "lse" and conventions.lse_base == "2":
         wide = wide * math.log(2)
     elements = judged_elements(case, output)
-    live = elements & ~bound.vacuous
+    # where a value is judged, and where it must be finite: also where any value would do, unless an
+    # intermediate may overflow on the way to it
+    live, finite = elements & ~bound.vacuous, elements & ~bound.overflow
 
     # Rows that see no key: what the candidate declares, exactly.
     contract = bound.must_be_zero & elements & ~bound.overflow
     declared = np.zeros_like(elements)
     if output in ("o", "lse", "dq"):
         empty = empty_elements(case, output)
-        live = live & ~empty
+        live, finite = live & ~empty, finite & ~empty
         if output != "dq" and empty.any():
             wrong = _judge_empty(case, output, got, wide, empty & ~bound.overflow, conventions, profile)
             if wrong is not None:
@@ -122,16 +124,16 @@ def judge(
     if conventions.empty_row != "zero" and output in GRADIENTS_OVER_ROWS:
         # a NaN or a mean in an empty row reaches the gradients; what they hold there is not judged
         poisoned = _reached_by_empty_rows(case, output)
-        live, contract = live & ~poisoned, contract & ~poisoned
+        live, finite, contract = live & ~poisoned, finite & ~poisoned, contract & ~poisoned
 
-    bad = np.isnan(wide) & (live | contract)
+    bad = np.isnan(wide) & (finite | contract)
     if bad.any():
         return _non_finite(output, got, truth, bound, bad)
     inf_is_right = _may_be_infinite(wide, truth, bound, FORMATS[got.dtype.name].max, FORMATS[got.dtype.name].unit)
-    bad = np.isinf(wide) & live & ~inf_is_right
+    bad = np.isinf(wide) & finite & ~inf_is_right
     if bad.any():
         return _non_finite(output, got, truth, bound, bad)
-    live = live & ~np.isinf(wide)
+    inf_is_right, live = inf_is_right & live, live & ~np.isinf(wide)
 
     bad = contract & (wide != 0)
     if bad.any():

@@ -603,6 +603,14 @@ def terms() -> list[Term]:
             right(softmax="normalised", rounds_p="nearest"),
         ),
         Term(
+            "dbias in the format that the bias was stored in may be infinite",
+            "(format_of(p.storage).max if p.u_bias else s.acc_max)",
+            "s.acc_max",
+            "dbias",
+            one_key("float16", bias=[[1.0]], bias_dtype="float32", dlse=1e6),
+            right(bias_stored=True),
+        ),
+        Term(
             "a sum of unnormalised weights may overflow",
             "sums = r.seen.astype(np.float64) @ v_abs > s.acc_max",
             "sums = np.zeros(o.shape, dtype=bool)",
@@ -674,6 +682,30 @@ def test_what_a_profile_declares_is_allowed_for(declared: Declaration) -> None:
     silent = replace(profile, **{declared.field: declared.silent})
     assert judged(term.case, term.choices, term.output, profile).outcome is not Outcome.VIOLATED
     assert judged(term.case, term.choices, term.output, silent).outcome is Outcome.VIOLATED
+
+
+def test_a_bound_that_reaches_both_ends_of_the_format_excuses_either_infinity() -> None:
+    """An exact 0 whose bound passes the largest number may come out as inf or -inf, but not as NaN."""
+    case = one_key("float16", do=[[1.0]])
+    answer, profile = exact(case), right().profile("float16")
+    allowed = bounds(case, answer, profile)["dq"]
+    wide = replace(allowed, allowed=np.full_like(allowed.allowed, 2 * FORMATS["float16"].max))
+    for value, outcome in ((np.inf, False), (-np.inf, False), (np.nan, True)):
+        got = np.full(case.q.shape, value, dtype=np.float16)
+        verdict = judge(case, "dq", got, answer, wide, Conventions(), profile)
+        assert (verdict.outcome is Outcome.VIOLATED) is outcome
+        assert judge(case, "dq", got, answer, allowed, Conventions(), profile).outcome is Outcome.VIOLATED
+
+
+def test_nan_is_wrong_where_any_number_would_do() -> None:
+    """A bound as large as the values judges no ratio; a right kernel still owes a finite number."""
+    case = case_of("float32", q=[[1e5, 1e5]], k=[[1e5, -1e5], [1e5, -1e5 - 0.01]], v=[[1.0], [2.0]])
+    answer, profile = exact(case), right().profile("float32")
+    allowed = bounds(case, answer, profile)["o"]
+    assert allowed.vacuous.all() and not allowed.overflow.any()
+    for value in (np.nan, np.inf):
+        got = np.full((1, 1, 1, 1), value, dtype=np.float32)
+        assert judge(case, "o", got, answer, allowed, Conventions(), profile).kind == "non-finite"
 
 
 def test_the_accumulator_is_read_off_its_unit() -> None:

@@ -108,7 +108,9 @@ def test_its_calls_follow_the_conventions_of_others(like: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fields", [{}, {"causal": "bottom-right"}, {"window": (3, 2)}], ids=["dense", "causal", "window"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"causal": "bottom-right"}, {"window": (3, 2)}], ids=["dense", "causal", "window"]
+)
 def test_packed_is_padded(dtype: str, fields: dict[str, object]) -> None:
     ragged = case(dtype, b=4, q_lengths=(11, 3, 0, 8), k_lengths=(13, 9, 5, 0), **fields)
     assert_same_bits(run(way("packed"), ragged), run(way("right"), ragged))
@@ -116,7 +118,9 @@ def test_packed_is_padded(dtype: str, fields: dict[str, object]) -> None:
 
 def test_memory_between_elements_is_not_read() -> None:
     given = case(causal="top-left", bias=np.ones((1, 4, 11, 13), dtype=np.float32))
-    assert_same_bits(run(way("strided"), given, ALL | {"dbias"}), run(way("right"), given, ALL | {"dbias"}), ALL | {"dbias"})
+    assert_same_bits(
+        run(way("strided"), given, ALL | {"dbias"}), run(way("right"), given, ALL | {"dbias"}), ALL | {"dbias"}
+    )
 
 
 def test_views_with_stride_0_are_read_as_they_are() -> None:
