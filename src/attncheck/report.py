@@ -117,17 +117,23 @@ def _standing(p: dict[str, Any]) -> str:
 
 
 def _failures(candidate: dict[str, Any]) -> list[Line]:
-    lines: list[Line] = []
+    """Each failure once: a kernel that raises fails many properties with one sentence on one case."""
+    told: dict[tuple[str, str | None], tuple[list[str], dict[str, Any], list[Line]]] = {}
     for p in candidate["properties"]:
         failing = [(dtype, row["failure"]) for dtype, row in p["dtypes"].items() if row["failure"]]
         if not failing:
             continue
-        dtype, failure = failing[0]
-        lines += [("", ""), *failure_lines(p["title"], failure)]
+        _, failure = failing[0]
+        also: list[Line] = []
         for dtype, other in failing[1:]:
             sentence = other["sentence"].removeprefix(f"{p['title']}: ")
             where = other["saved"] or (f"not saved: {other['not_saved']}" if other["not_saved"] else "")
-            lines.append((f"  also in {dtype}: {sentence}{where and f'  {where}'}", ""))
+            also.append((f"  also in {dtype}: {sentence}{where and f'  {where}'}", ""))
+        key = (failure["sentence"], failure["case"] and failure["case"]["digest"])
+        told.setdefault(key, ([], failure, also))[0].append(p["title"])
+    lines: list[Line] = []
+    for titles, failure, also in told.values():
+        lines += [("", ""), *failure_lines(", ".join(titles), failure), *also]
     return lines
 
 
