@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup verify test lint format format-check types wheel ci clean
+.PHONY: help setup verify test power lint format format-check types wheel ci clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ verify: $(STAMP) ## judge numpy-blocked and PyTorch's math and flash attention, 
 
 test: $(STAMP) ## run the test suite in parallel
 	$(BIN)/python -m pytest -n $(N)
+
+power: $(STAMP) ## plant every fault of the zoo, and write docs/POWER.md (half an hour)
+	$(BIN)/attncheck power --markdown docs/POWER.md
 
 lint: $(STAMP) ## ruff check
 	$(BIN)/ruff check .

@@ -79,7 +79,7 @@ class _Child:
         code = (
             f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve({there_read}, {there_write})"
         )
-        self.words = tempfile.TemporaryFile()
+        self.words = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.DEVNULL,

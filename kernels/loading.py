@@ -22,7 +22,7 @@ from ..oracle.formats import FORMATS
 from ..oracle.profile import Conventions, Profile
 from ..oracle.result import GRADIENTS, Result
 from .adapters import CONVENTIONS, Declared, LoadError, wrap
-from .candidate import Candidate
+from .candidate import PROMISES, Candidate
 
 __all__ = ["BUILT_IN", "CONVENTIONS", "ENTRY_POINTS", "LoadError", "entry_points", "from_callable", "load"]
 
@@ -33,6 +33,9 @@ BUILT_IN: dict[str, tuple[str, str]] = {
     "torch-sdpa-flash": ("torch_sdpa", "FLASH"),
     "triton": ("triton_attention.candidate", "TRITON"),
 }
+
+#: what comes before the name of a planted fault: zoo:B035; zoo:right has none
+ZOO = "zoo:"
 
 #: the group in which an installed package announces candidates
 ENTRY_POINTS = "attncheck.candidates"
@@ -50,14 +53,16 @@ def load(
     dtypes: Iterable[str] | None = None,
     conventions: Conventions | None = None,
     profiles: Mapping[str, Profile] | None = None,
+    promises: Iterable[str] = (),
 ) -> Candidate:
     """The Candidate that ``target`` names.
 
-    ``target`` is a built-in name, ``package.module:attribute``, ``path/to/file.py:attribute``, or
-    an entry point of the group ``attncheck.candidates``. The attribute is a Candidate, or a plain
-    callable that follows the calling convention ``like`` (which a Candidate has no use for).
+    ``target`` is a built-in name, ``zoo:`` and the id of a planted fault, ``package.module:attribute``,
+    ``path/to/file.py:attribute``, or an entry point of the group ``attncheck.candidates``. The
+    attribute is a Candidate, or a plain callable that follows the calling convention ``like`` (which
+    a Candidate has no use for).
     ``supports`` and ``lacks`` name FEATURES and overrule what the signature or the Candidate says;
-    the rest is declared over it likewise.
+    ``promises`` names PROMISES beside those it makes; the rest is declared over it likewise.
 
     Raises LoadError, one sentence, for whatever cannot be loaded.
     """
@@ -70,6 +75,7 @@ def load(
         "dtypes": dtypes,
         "conventions": conventions,
         "profiles": profiles,
+        "promises": promises,
     }
     if isinstance(found, Candidate):
         if device not in ("cpu", found.device):  # cpu is also what is said where nothing is said
@@ -92,6 +98,7 @@ def from_callable(
     dtypes: Iterable[str] | None = None,
     conventions: Conventions | None = None,
     profiles: Mapping[str, Profile] | None = None,
+    promises: Iterable[str] = (),
 ) -> Candidate:
     """A plain callable as a Candidate that follows the calling convention ``like``.
 
@@ -116,6 +123,7 @@ def from_callable(
         dtypes=_dtypes(dtypes),
         conventions=conventions or Conventions(),
         profiles=profiles or {},
+        promises=_promises(promises),
     )
     return wrap(function, like, declared)
 
@@ -134,6 +142,8 @@ def _find(target: str) -> tuple[Any, Path | None]:
         module, attribute = BUILT_IN[target]
         with _told(target):
             return getattr(importlib.import_module(f".{module}", __package__), attribute), None
+    if target.startswith(ZOO):
+        return _from_zoo(target), None
     path, colon, attribute = target.rpartition(":")
     if colon and path and attribute:
         if path.endswith(".py") or "/" in path:
@@ -153,6 +163,16 @@ def _find(target: str) -> tuple[Any, Path | None]:
         f"entry points in {ENTRY_POINTS}: {', '.join(announced) or 'none'}; "
         f"or name package.module:attribute or path/to/file.py:attribute"
     )
+
+
+def _from_zoo(target: str) -> Candidate:
+    """A planted fault, or the kernel that they are planted in; imported only when asked for."""
+    from . import faulty
+
+    try:
+        return faulty.find(target.removeprefix(ZOO))
+    except KeyError as error:
+        raise LoadError(f"{target}: {error.args[0]}") from None
 
 
 def _import_module(name: str) -> ModuleType:
@@ -287,6 +307,14 @@ def _features(names: Iterable[str], option: str) -> frozenset[str]:
     return frozenset(names)
 
 
+def _promises(names: Iterable[str]) -> frozenset[str]:
+    names = frozenset(names)
+    for name in sorted(names):
+        if name not in PROMISES:
+            raise LoadError(f"promises names {name!r}; accepted are {', '.join(PROMISES)}")
+    return names
+
+
 def _dtypes(dtypes: Iterable[str] | None) -> tuple[str, ...]:
     chosen = tuple(FORMATS) if dtypes is None else tuple(dtypes)
     for dtype in chosen:
@@ -305,6 +333,7 @@ def _declare_over(
     dtypes: Iterable[str] | None,
     conventions: Conventions | None,
     profiles: Mapping[str, Profile] | None,
+    promises: Iterable[str],
 ) -> Candidate:
     """A Candidate with what the caller says of it put over what it says of itself."""
     supported = _features(supports, "--supports")
@@ -318,4 +347,5 @@ def _declare_over(
         dtypes=candidate.dtypes if dtypes is None else _dtypes(dtypes),
         conventions=conventions or candidate.conventions,
         profiles={**candidate.profiles, **(profiles or {})},
+        promises=candidate.promises | _promises(promises),
     )

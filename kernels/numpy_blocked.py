@@ -6,21 +6,25 @@ the last two when a block of keys raises the maximum. The backward pass recomput
 each tile from the log-sum-exp alone; full scores are never stored. The query heads that share a key
 head are stacked on the row axis, so that one batched matrix product per tile serves all heads of
 the whole batch, and the sum over a group in dK and dV happens inside that product.
+
+An attention sink is where the running maximum and the row sum start. Dropout hides pairs from the
+products with V and dO, not from the row sum; its 1 / (1 - p) is multiplied in once, at the end.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from ..oracle.case import Case, Presentation, partition
+from ..oracle.case import LAYOUTS, Case, Presentation, partition
 from ..oracle.formats import FORMATS, Format, format_of
 from ..oracle.profile import Profile
 from ..oracle.result import GRADIENTS, Result
-from .candidate import Candidate
+from .candidate import PROMISES, Candidate
+from .presenting import present
 
 #: sizes of a query block and of a key block where the presentation leaves the choice to the kernel
 DEFAULT_BLOCKS: tuple[int, ...] = (64,)
@@ -84,19 +88,25 @@ class _Tiles:
         self.dtype = arithmetic.format(case.dtype).dtype
         self.rounds_p = arithmetic.round_p and case.q.dtype != self.dtype
         self.storage = case.q.dtype
-        self.q = self.split(case.q)
-        self.k = case.k.astype(self.dtype, copy=False)
-        self.v = case.v.astype(self.dtype, copy=False)
+        self.q_lengths = None if case.q_lengths is None else np.array(case.q_lengths, dtype=np.int64)
+        self.k_lengths = None if case.k_lengths is None else np.array(case.k_lengths, dtype=np.int64)
+        given = present(case, presentation)
+        k, v = given.k, given.v
+        if given.table is not None:
+            k, v = (_read_pages(pool, given.table, sk) for pool in (k, v))
+        self.q = self.split(self.load(given.q, self.q_lengths))
+        self.k = self.load(k, self.k_lengths)
+        self.v = self.load(v, self.k_lengths)
+        self.do = None if given.do is None else self.split(self.load(given.do, self.q_lengths))
+        self.dlse = None if given.dlse is None else self.split(self.load(given.dlse[..., None], self.q_lengths))
+        self.fill = given.fill
         self.kt = self.k.swapaxes(-1, -2)
         self.vt = self.v.swapaxes(-1, -2)
         self.scale = self.dtype.type(1 / math.sqrt(d) if case.scale is None else case.scale)
         self.softcap = None if case.softcap is None else self.dtype.type(case.softcap)
-        empty = 0 in (b, sq, sk)
-        self.q_blocks = [] if empty else partition(sq, presentation.q_blocks or DEFAULT_BLOCKS)
-        self.k_blocks = [] if empty else partition(sk, presentation.k_blocks or DEFAULT_BLOCKS)
+        self.q_blocks = partition(sq if b else 0, presentation.q_blocks or DEFAULT_BLOCKS)
+        self.k_blocks = partition(sk if b else 0, presentation.k_blocks or DEFAULT_BLOCKS)
 
-        self.q_lengths = None if case.q_lengths is None else np.array(case.q_lengths)
-        self.k_lengths = None if case.k_lengths is None else np.array(case.k_lengths)
         top_left = case.causal == "top-left"
         self.offset = np.array(
             [0 if top_left else kn - qn for qn, kn in zip(case.q_length, case.k_length, strict=True)], dtype=np.int64
@@ -106,6 +116,11 @@ class _Tiles:
         if case.alibi_slopes is not None:
             slopes = np.broadcast_to(case.alibi_slopes.astype(self.dtype), (b, hq))
             self.slopes = slopes.reshape(*self.heads, 1, 1)
+        self.sinks = None
+        if case.sinks is not None:
+            self.sinks = case.sinks.astype(self.dtype).reshape(1, *self.heads[1:], 1, 1)
+        self.keep = None if case.keep is None else self._split_mask(case.keep)
+        self.raised = None if case.dropout is None else self.dtype.type(1 / (1 - case.dropout))
         self.bias = None if case.bias is None else self._split_mask(case.bias).astype(self.dtype)
         masks = [] if case.mask is None else [~self._split_mask(case.mask)]
         if self.bias is not None and np.isneginf(self.bias).any():
@@ -114,6 +129,14 @@ class _Tiles:
             masks.append(self._outside_band(0, sq, 0, sk))
             self.band = None
         self.masks = masks  # each True where a key is hidden
+
+    def load(self, array: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
+        """[B, H, S, X] of any strides, contiguous in the accumulator's format, 0 past each entry's length."""
+        loaded = np.ascontiguousarray(array, dtype=self.dtype)
+        if lengths is None:
+            return loaded
+        padding = np.arange(array.shape[2]) >= lengths[:, None]
+        return np.where(padding[:, None, :, None], 0, loaded)
 
     def split(self, array: np.ndarray) -> np.ndarray:
         """[B, Hq, ...] as [B, Hk, G, ...], in the accumulator's format."""
@@ -190,6 +213,28 @@ class _Tiles:
         if hidden is not None:
             np.copyto(self.unstack(stacked), value, where=hidden)
 
+    def seen(self, array: np.ndarray, hidden: np.ndarray | None, j0: int, j1: int) -> np.ndarray:
+        """Keys or values ``j0`` to ``j1``, 0 where no row of the tile sees them: 0 times NaN is NaN."""
+        here = array[:, :, j0:j1]
+        if hidden is None:
+            return here
+        unseen = np.asarray(hidden.all(axis=(2, 3)))
+        return np.where(unseen[..., None], 0, here) if unseen.any() else here
+
+    def kept(self, stacked: np.ndarray, i0: int, i1: int, j0: int, j1: int) -> np.ndarray:
+        """A tile with 0 at the pairs that dropout drops."""
+        if self.keep is None:
+            return stacked
+        return np.where(_tile(self.keep, i0, i1, j0, j1), self.unstack(stacked), 0).reshape(stacked.shape)
+
+    def begin(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Running maximum and row sum of stacked ``rows`` before any key: the sink's, which has no value."""
+        m = np.full((*rows.shape[:3], 1), -np.inf, dtype=self.dtype)
+        if self.sinks is None:
+            return m, np.zeros_like(m)
+        self.unstack(m)[...] = self.sinks
+        return m, np.ones_like(m)
+
     def scores(
         self, q: np.ndarray, i0: int, i1: int, j0: int, j1: int
     ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
@@ -218,6 +263,13 @@ def _tile(array: np.ndarray, i0: int, i1: int, j0: int, j1: int) -> np.ndarray:
     return array[..., rows, keys]
 
 
+def _read_pages(pool: np.ndarray, table: np.ndarray, size: int) -> np.ndarray:
+    """Keys 0 to ``size`` of each entry, [B, Hk, size, X], from a pool [pages, page_size, Hk, X]."""
+    page_size = pool.shape[1]
+    j = np.arange(size)
+    return np.asarray(pool[table[:, j // page_size], j % page_size]).swapaxes(1, 2)
+
+
 def _stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """``array`` rounded to ``dtype``, once."""
     if array.dtype == np.float64 and dtype == FORMATS["bfloat16"].dtype:
@@ -233,17 +285,16 @@ def _stored(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _forward(case: Case, tiles: _Tiles) -> tuple[np.ndarray, np.ndarray]:
     """o [B, Hq, Sq, Dv] in storage and lse [B, Hq, Sq] in the wide format."""
     b, hq, _, sq, _, _, dv = case.shape
-    o = np.zeros((*tiles.heads, sq, dv), dtype=case.q.dtype)
-    lse = np.full((*tiles.heads, sq, 1), -np.inf, dtype=case.wide_format.dtype)
+    o = np.full((*tiles.heads, sq, dv), tiles.fill, dtype=case.q.dtype)
+    lse = np.full((*tiles.heads, sq, 1), tiles.fill, dtype=case.wide_format.dtype)
     for i0, i1 in tiles.q_blocks:
         q = tiles.stack(tiles.q, i0, i1)
-        m = np.full((*q.shape[:3], 1), -np.inf, dtype=tiles.dtype)
-        row_sum = np.zeros_like(m)
+        m, row_sum = tiles.begin(q)
         unnormalised = np.zeros((*q.shape[:3], dv), dtype=tiles.dtype)
         for j0, j1 in tiles.k_blocks:
             if tiles.skipped(i0, i1, j0, j1):
                 continue
-            s, _, _ = tiles.scores(q, i0, i1, j0, j1)
+            s, _, hidden = tiles.scores(q, i0, i1, j0, j1)
             new = np.maximum(m, s.max(axis=-1, keepdims=True))
             # a row that has seen no key yet has m = -inf: measure from 0, for exp(-inf - -inf) is NaN
             origin = np.where(new == -np.inf, 0, new)
@@ -251,25 +302,29 @@ def _forward(case: Case, tiles: _Tiles) -> tuple[np.ndarray, np.ndarray]:
             s -= origin
             p = np.exp(s, out=s)
             row_sum = row_sum * rescale + p.sum(axis=-1, keepdims=True)
-            unnormalised = unnormalised * rescale + tiles.rounded(p) @ tiles.v[:, :, j0:j1]
+            p = tiles.rounded(tiles.kept(p, i0, i1, j0, j1))
+            unnormalised = unnormalised * rescale + p @ tiles.seen(tiles.v, hidden, j0, j1)
             m = new
         divisor = np.where(row_sum == 0, 1, row_sum)  # an empty row: o = 0 / 1, lse = -inf + 0
-        o[:, :, :, i0:i1] = _stored(tiles.unstack(unnormalised / divisor), o.dtype)
+        unnormalised += 0  # a sum that sank to -0 meets the 0 of a hidden tile, skipped or not
+        unnormalised /= divisor
+        if tiles.raised is not None:
+            unnormalised *= tiles.raised
+        o[:, :, :, i0:i1] = _stored(tiles.unstack(unnormalised), o.dtype)
         lse[:, :, :, i0:i1] = tiles.unstack(m + np.log(divisor))
     return o.reshape(b, hq, sq, dv), lse.reshape(b, hq, sq)
 
 
-def _backward(
-    case: Case, tiles: _Tiles, o: np.ndarray, lse: np.ndarray, upstream: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
-    """dq, dk, dv, dbias from the stored o and lse, rounded once at the end."""
-    do = tiles.split(upstream)
+def _backward(case: Case, tiles: _Tiles, forward: Result) -> Result:
+    """``forward`` with dq, dk, dv, dbias and dsink: from its stored o and lse, rounded once at the end."""
+    o, lse, do, storage = forward.o, forward.lse, tiles.do, case.q.dtype
+    assert o is not None and lse is not None and do is not None
     delta = (do * tiles.split(o)).sum(axis=-1, keepdims=True)  # D = rowsum(dO * O)
-    if case.dlse is not None:
-        delta -= tiles.split(case.dlse)[..., None]
+    if tiles.dlse is not None:
+        delta -= tiles.dlse
     # exp(s - inf) = 0: a row that sees nothing has no probabilities
     origin = tiles.split(np.where(lse == -np.inf, np.inf, lse))[..., None]
-    dq = np.zeros_like(tiles.q)
+    dq = np.full(tiles.q.shape, tiles.fill, dtype=tiles.dtype)
     dk = np.zeros_like(tiles.k)
     dv = np.zeros_like(tiles.v)
     dbias = None if tiles.bias is None else np.zeros_like(tiles.bias)
@@ -283,8 +338,10 @@ def _backward(
             s, t, hidden = tiles.scores(q, i0, i1, j0, j1)
             s -= origin_rows
             p = np.exp(s, out=s)
-            dv[:, :, j0:j1] += tiles.rounded(p).swapaxes(-1, -2) @ do_rows
-            ds = do_rows @ tiles.vt[..., j0:j1]
+            dv[:, :, j0:j1] += tiles.rounded(tiles.kept(p, i0, i1, j0, j1)).swapaxes(-1, -2) @ do_rows
+            ds = tiles.kept(do_rows @ tiles.vt[..., j0:j1], i0, i1, j0, j1)
+            if tiles.raised is not None:
+                ds *= tiles.raised
             ds -= delta_rows
             ds *= p
             tiles.hide(ds, hidden, 0.0)  # p is 0 there, but 0 * inf is not
@@ -294,17 +351,24 @@ def _backward(
             if t is not None:
                 ds *= 1 - t * t
             ds = tiles.rounded(ds)
-            dq_rows += ds @ tiles.k[:, :, j0:j1]
+            dq_rows += ds @ tiles.seen(tiles.k, hidden, j0, j1)
             dk[:, :, j0:j1] += ds.swapaxes(-1, -2) @ q
         dq[:, :, :, i0:i1] = tiles.unstack(dq_rows)
     dq *= tiles.scale
     dk *= tiles.scale
-    storage = case.q.dtype
-    return (
-        _stored(dq.reshape(case.q.shape), storage),
-        _stored(dk, storage),
-        _stored(dv, storage),
-        None if dbias is None or case.bias is None else _stored(dbias.reshape(case.bias.shape), case.bias.dtype),
+    if tiles.raised is not None:
+        dv *= tiles.raised
+    dsink = None
+    if tiles.sinks is not None:
+        # the sink's value is 0, so its dP is 0 and dS = p (0 - delta); padded rows have delta = 0
+        dsink = -(np.exp(tiles.sinks - origin) * delta).sum(axis=(0, 3, 4))
+    return replace(
+        forward,
+        dq=_stored(dq.reshape(case.q.shape), storage),
+        dk=_stored(dk, storage),
+        dv=_stored(dv, storage),
+        dbias=None if dbias is None or case.bias is None else _stored(dbias.reshape(case.bias.shape), case.bias.dtype),
+        dsink=None if dsink is None or case.sinks is None else _stored(dsink.reshape(-1), case.sinks.dtype),
     )
 
 
@@ -335,10 +399,8 @@ def solve(
     with np.errstate(all="ignore"):
         tiles = _Tiles(case, presentation or Presentation(), Arithmetic(accumulator, round_p))
         o, lse = _forward(case, tiles)
-        if not backward or case.do is None:
-            return Result(o=o, lse=lse)
-        dq, dk, dv, dbias = _backward(case, tiles, o, lse, case.do)
-    return Result(o=o, lse=lse, dq=dq, dk=dk, dv=dv, dbias=dbias)
+        result = Result(o=o, lse=lse)
+        return _backward(case, tiles, result) if backward else result
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, **fields: Any) -> Result:
@@ -365,6 +427,9 @@ def candidate(*, accumulator: str | None = None, round_p: bool = False, name: st
         dtypes=dtypes,
         profiles={dtype: arithmetic.profile(dtype) for dtype in dtypes},
         takes_blocks=True,
+        takes_layouts=frozenset(LAYOUTS),
+        takes_pages=True,
+        promises=frozenset(PROMISES),
         about="blocked online softmax in NumPy over BLAS, forward and backward",
     )
 

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 #: fewest query rows per block (32 below 192 rows, 64 below 768, then 256) and keys per block
 FLASH_Q_BLOCK, FLASH_K_BLOCK = 32, 512
 
+#: What was seen of both to hold. Not the same bits for other strides or in other company (the order of a
+#: sum follows alignment), and NaN, infinity or large numbers in hidden keys and values reach O and dV as
+#: 0 times NaN. Flash declines a last axis whose stride is not 1.
+PROMISED = frozenset({"repeatable", "strided"})
+
 #: relative error of flash's exp in half types: 1.09e-4 at worst over [-2, 0], below 2^-13
 FLASH_HALF_EXP = 2.0**-13
 
@@ -121,6 +126,7 @@ def _flash() -> Candidate:
         name="torch-sdpa-flash",
         conventions=Conventions(empty_lse="0"),
         profiles={dtype: flash_profile(dtype) for dtype in FORMATS},
+        promises=PROMISED,
         lacks={
             "dv!=d": "flash on a CPU needs values as wide as queries and keys",
             "zero-size": "SDPA answers axes of size 0 without calling the flash kernel, which would divide by them",
@@ -155,6 +161,7 @@ MATH = sdpa.wrap(
     Declared(
         name="torch-sdpa-math",
         profiles={dtype: math_profile(dtype) for dtype in FORMATS},
+        promises=PROMISED,
         known=(
             Known(
                 properties=("output", "dq", "nan-pattern", "empty-rows"),

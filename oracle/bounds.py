@@ -14,6 +14,10 @@ Higham, Accuracy and Stability of Numerical Algorithms, chapters 2 to 4):
 - a kernel may hold its scores in base 2 (exp2 is what processors have): log2(e) is a constant that
   was rounded and a product that rounds, two more roundings of whatever it multiplies.
 - an absolute error e of a score becomes a factor exp(±e) of its probability.
+- a sink enters with the other scores, before or after them, or at the end of a row as exp(sink - m)
+  with the maximum m of the keys alone.
+- 1 / (1 - p) of dropout multiplies P, V and dO, or what was summed at the end; dS may wait for it too,
+  with D brought down to it.
 - a value that is w off before it is stored is w + u_T (|exact| + w) off after rounding to format T.
 
 Where the bound says nothing any more (it passes the natural size of the value, or an intermediate
@@ -31,7 +35,7 @@ from .case import Case
 from .enclosure import Exact
 from .formats import FORMATS, format_of
 from .profile import Profile
-from .visibility import broadcast_mask, distances, rows_judged, visible
+from .visibility import broadcast_mask, distances, kept, rows_judged, visible
 
 Array = np.ndarray
 
@@ -115,13 +119,22 @@ def _roundings(k: int, u: float) -> float:
 
 @dataclass(frozen=True)
 class _Setup:
+    """A sink is one more key, the last, with k = v = 0 and a score of its own: it enters every sum."""
+
     case: Case
     exact: Exact
     p: Profile
-    seen: Array  # [B, Hq, Sq, Sk]
+    seen: Array  # [B, Hq, Sq, Sk], with a sink Sk + 1, like logp, raw, k, v and z
+    logp: Array
+    raw: Array
     q: Array  # float64, like all that follows
     k: Array  # one per query head, like v
     v: Array
+    z: Array  # what dropout multiplies each pair by; 1 without
+    z_max: float
+    z_over: bool  # where that factor itself may overflow what holds P, V or dO
+    u_z: float  # relative error of that factor and of its product
+    sinks: Array | None  # |sink|, [Hq, 1, 1]
     do: Array  # 0 in rows of padding
     dlse: Array
     scale: float  # its magnitude
@@ -147,16 +160,39 @@ def _setup(case: Case, exact: Exact, p: Profile) -> _Setup:
     keep = rows_judged(case)[:, None, :]
     do = np.zeros((b, hq, sq, dv)) if case.do is None else np.where(keep[..., None], case.do.astype(np.float64), 0.0)
     dlse = np.zeros((b, hq, sq)) if case.dlse is None else np.where(keep, case.dlse.astype(np.float64), 0.0)
+    k, v, logp, raw, seen = per_query_head(case.k), per_query_head(case.v), exact.logp, exact.raw, visible(case)
+    assert logp is not None and raw is not None
+    chance = case.dropout or 0.0
+    z_max = 1 / (1 - chance)
+    z = np.ones((1, 1, 1, 1)) if case.dropout is None else np.where(kept(case), z_max, 0.0)
+    if case.sinks is not None:
+        sinks = case.sinks.astype(np.float64)[:, None]
+        k, v = (np.concatenate([x, np.zeros((b, hq, 1, x.shape[3]))], axis=2) for x in (k, v))
+        apart = (sinks - exact.lse.hi) - exact.lse.lo
+        logp = np.concatenate([logp, np.where(keep, apart, -np.inf)[..., None]], axis=3)
+        raw = np.concatenate([raw, np.zeros((b, hq, sq, 1))], axis=3)
+        seen = np.concatenate([seen, np.broadcast_to(keep[..., None], (b, hq, sq, 1))], axis=3)
+        if case.dropout is not None:
+            z = np.concatenate([z, np.ones((b, hq, sq, 1))], axis=3)
     exp_max = {"float16": 10.0, "float64": 708.0}.get(p.storage if stored else p.accumulator, 87.0)
+    p_max = storage.max if stored else wide.max / 2
+    most = max(float(np.abs(x).max(initial=0.0)) for x in (v, do))
     scale = float(d) ** -0.5 if case.scale is None else abs(case.scale)
     return _Setup(
         case=case,
         exact=exact,
         p=p,
-        seen=visible(case),
+        seen=seen,
+        logp=logp,
+        raw=raw,
         q=case.q.astype(np.float64),
-        k=per_query_head(case.k),
-        v=per_query_head(case.v),
+        k=k,
+        v=v,
+        z=z,
+        z_max=z_max,
+        z_over=case.dropout is not None and not (z_max * most <= wide.max / 2 and z_max <= p_max),
+        u_z=0.0 if case.dropout is None else _of_dropout(chance, p),
+        sinks=None if case.sinks is None else np.abs(case.sinks.astype(np.float64))[:, None, None],
         do=do,
         dlse=dlse,
         scale=scale,
@@ -166,10 +202,17 @@ def _setup(case: Case, exact: Exact, p: Profile) -> _Setup:
         tiny_in=p.tiny if p.tiny > storage.smallest else 0.0,
         root=max(1.0, math.sqrt(scale)),
         acc_max=wide.max / 2,
-        p_max=storage.max if stored else wide.max / 2,
+        p_max=p_max,
         gradient_max=wide.max / 2 if p.grads_in_storage is None else storage.max / 2,
         exp_max=exp_max,
     )
+
+
+def _of_dropout(chance: float, p: Profile) -> float:
+    """Relative error of a product with 1 / (1 - chance). The chance itself is exact; from 1/2 on the
+    difference is too (Sterbenz's lemma)."""
+    rounded = _roundings(1 if chance >= 0.5 else 2, p.u)
+    return rounded + max(p.u_exp, p.u) * (1 + rounded)
 
 
 @dataclass(frozen=True)
@@ -187,16 +230,17 @@ class _Rows:
     prob: Array
     x: Array  # distance of the score below the row's maximum
     lam: Array  # [B, Hq, R]; 0 where the row is empty
-    count: Array  # visible keys
-    steps: Array  # rescales of what was summed before
+    count: Array  # visible keys, the sink among them
+    keys: Array  # without the sink, which has no value and no key to multiply with
+    raised: Array  # [B, Hq, R, Sk]: how often a weight may be rescaled after it was summed
+    apart: Array  # [B, Hq, R]: the sink above the maximum of the keys, or above 0 where there are none
     overflow: Array  # [B, Hq, R]: a score of the row, hidden ones included, may overflow
 
 
 def _scores(s: _Setup, at: slice) -> _Rows:
     case, p, u = s.case, s.p, s.p.u
-    assert s.exact.logp is not None and s.exact.raw is not None
     d = case.shape[5]
-    seen, logp, raw = s.seen[:, :, at], s.exact.logp[:, :, at], np.abs(s.exact.raw[:, :, at])
+    seen, logp, raw = s.seen[:, :, at], s.logp[:, :, at], np.abs(s.raw[:, :, at])
     lam = s.exact.lse.hi[:, :, at]
     lam = np.where(np.isfinite(lam), lam, 0.0)
     count = seen.sum(axis=3)
@@ -236,15 +280,28 @@ def _scores(s: _Setup, at: slice) -> _Rows:
     if terms > 1:
         e = e + u * (largest + added)
     e = e * (1 + u) + u * np.where(seen, np.abs(logp + lam[..., None]), 0.0)
+    if s.sinks is not None:
+        # a sink is stored as a score: log2(e), and one rounding more where it is brought to the maximum
+        e[..., -1] = np.broadcast_to(_roundings(2, u) * s.sinks[..., 0], lam.shape)
     e = np.where(seen, e, 0.0)
 
     top = np.where(seen, logp, -np.inf).max(axis=3, initial=-np.inf)
     x = np.where(seen, top[..., None] - logp, 0.0)
-    # Rescales of what was summed before: visible keys may be spread, one to a block.
-    steps = np.maximum(np.minimum(count, np.ceil(seen.shape[3] / p.key_block)) - 1, 0)
+    # Rescales of what was summed before: visible keys may be spread, one to a block, and the sink is a
+    # block of its own. exp(0) is 1 and multiplies without rounding, so only a raise of the maximum counts.
+    blocks = np.ceil(case.shape[4] / p.key_block) + (s.sinks is not None)
+    steps = np.maximum(np.minimum(count, blocks) - 1, 0)
+    raised = np.where(seen, np.minimum(_larger(logp, e, seen), steps[..., None]), 0.0)
     # exp at the rounded distance from the maximum so far, and of each later raise of it: together the
     # distances are x. Three roundings: the difference and log2(e), or a maximum that was scaled alone.
-    log_error = np.where(seen, e + _roundings(3, u) * x + (1 + steps[..., None]) * p.u_exp, 0.0)
+    log_error = np.where(seen, e + _roundings(3, u) * x + (1 + raised) * p.u_exp, 0.0)
+    apart = np.zeros(lam.shape)
+    if s.sinks is not None:
+        # at the end of a row the sink is measured from the keys' maximum, unless that overflows
+        of_keys = np.where(seen, logp, -np.inf)[..., :-1].max(axis=3, initial=-np.inf)
+        apart = np.where(np.isfinite(of_keys), np.maximum(logp[..., -1] - of_keys, 0.0), lam)
+        apart = np.where(seen[..., -1] & (np.abs(apart) <= math.log(2 * s.acc_max)), apart, 0.0)
+        log_error[..., -1] += _roundings(3, u) * np.abs(apart)
     return _Rows(
         at=at,
         seen=seen,
@@ -258,9 +315,27 @@ def _scores(s: _Setup, at: slice) -> _Rows:
         x=x,
         lam=lam,
         count=count,
-        steps=steps,
+        keys=seen[..., : case.shape[4]].sum(axis=3),
+        raised=raised,
+        apart=apart,
         overflow=_scores_overflow(s, q_abs, k_abs, qk, bias, added),
     )
+
+
+def _larger(logp: Array, e: Array, seen: Array) -> Array:
+    """How many other scores of the row may come out larger than each: all whose intervals of ±e reach it.
+
+    Whatever order the keys are taken in, the maximum rises no more often than that after a key was
+    summed. logp is itself rounded, to float64.
+    """
+    e = e + np.abs(logp) * 2.0**-52
+    high, low = np.where(seen, logp + e, -np.inf), np.where(seen, logp - e, np.inf)
+    both = np.concatenate([-np.nan_to_num(high, nan=np.inf), -np.nan_to_num(low, nan=-np.inf)], axis=3)
+    order = np.argsort(both, axis=3, kind="stable")  # falling; where they are equal the upper ends first
+    before = np.cumsum(order < logp.shape[3], axis=3)
+    ranks = np.empty_like(before)
+    np.put_along_axis(ranks, order, before, axis=3)
+    return np.maximum(ranks[..., logp.shape[3] :] - 1, 0)
 
 
 def _scores_overflow(s: _Setup, q_abs: Array, k_abs: Array, qk: Array, bias: Array, added: Array) -> Array:
@@ -274,19 +349,20 @@ def _scores_overflow(s: _Setup, q_abs: Array, k_abs: Array, qk: Array, bias: Arr
     if s.case.k.size:
         largest = np.maximum(q_abs.max(axis=3), k_abs.max(axis=(2, 3))[..., None]) * max(s.scale, s.scale**0.5)
         over = over | ~(largest <= (min(most, s.acc_max) if p.u_prescale else s.acc_max))
-    return over
+    return over | s.z_over
 
 
 def _added(s: _Setup, at: slice) -> tuple[Array, Array]:
     """|bias| and |ALiBi| per pair; what is not there is 0."""
     case = s.case
     bias, alibi = np.zeros((1, 1, 1, 1)), np.zeros((1, 1, 1, 1))
+    sink = ((0, 0), (0, 0), (0, 0), (0, int(s.sinks is not None)))
     if case.bias is not None:
         found = broadcast_mask(case, np.abs(case.bias.astype(np.float64)))[:, :, at]
-        bias = np.where(np.isfinite(found), found, 0.0)
+        bias = np.pad(np.where(np.isfinite(found), found, 0.0), sink)
     if case.alibi_slopes is not None:
         slopes = np.broadcast_to(np.abs(case.alibi_slopes.astype(np.float64)), case.q.shape[:2])
-        alibi = slopes[..., None, None] * np.abs(distances(case)[:, None, at])
+        alibi = np.pad(slopes[..., None, None] * np.abs(distances(case)[:, None, at]), sink)
     return bias, alibi
 
 
@@ -297,7 +373,8 @@ def _forward(s: _Setup, r: _Rows) -> tuple[Bound, Bound, Array]:
     """Bounds of o and lse, and how far log p may be off where the backward pass keeps the forward's P."""
     p, u = s.p, s.p.u
     o = s.exact.o.hi[:, :, r.at]
-    places = s.case.shape[4]
+    places = s.seen.shape[3]
+    z = s.z if s.z.shape[2] == 1 else s.z[:, :, r.at]
 
     # The weights w_ij are exp(±log_error) off, so their sum by at most sum_j p_ij exp(log_error), up
     # and down (Cauchy-Schwarz: the two means' product is at least 1). The mean of the errors is no
@@ -314,9 +391,9 @@ def _forward(s: _Setup, r: _Rows) -> tuple[Bound, Bound, Array]:
     error = np.maximum(up, -r.prob * np.expm1(-shift))
     most = r.prob + error  # the kernel's own probability is at most this
 
-    # Output. Errors of a row's weights act on v - o: sum (w - p)(v - o) / sum w. The same holds of the
+    # Output. Errors of a row's weights act on z v - o: sum (w - p)(z v - o) / sum w. The same holds of the
     # normalised probabilities, whose errors stay small where those of the weights are huge.
-    spread = np.where(r.seen[..., None], np.abs(s.v[:, :, None] - o[..., None, :]), 0.0)
+    spread = np.where(r.seen[..., None], np.abs(z[..., None] * s.v[:, :, None] - o[..., None, :]), 0.0)
     hull = spread.max(axis=3, initial=0.0)
     of_weights = _times(np.exp(moved)[..., None], r.prob * np.expm1(np.minimum(r.log_error, 1.0)))
     of_weights = np.where(r.log_error.max(axis=3, initial=0.0)[..., None] < 1.0, of_weights, np.inf)
@@ -327,33 +404,36 @@ def _forward(s: _Setup, r: _Rows) -> tuple[Bound, Bound, Array]:
     # A kernel that sums the row first weighs each key twice, by other paths where there were rescales.
     v_abs, o_abs = np.abs(s.v), np.abs(o)
     divided = max(p.u_exp, u) + u
-    summed = growth(p, r.count, places) + r.steps * u + divided
-    row_sum = growth(p, r.count, places, matmul=False) + r.steps * u
-    twice = np.where(r.seen, (2 + r.steps[..., None]) * p.u_exp + _roundings(6, u) * r.x, 0.0)
-    twice = np.where(r.steps > 0, (most * twice).sum(axis=3), 0.0)
-    most_v = most @ v_abs
+    summed = growth(p, r.keys, places) + divided
+    row_sum = growth(p, r.count, places, matmul=False) + (most * r.raised).sum(axis=3) * u
+    twice = np.where(r.raised > 0, (2 + r.raised) * p.u_exp + _roundings(6, u) * r.x, 0.0)
+    twice = (most * twice).sum(axis=3)
+    inexact = p.u_p + s.u_z * (1 + p.u_p)
+    most_v = (inexact + summed * (1 + inexact))[..., None] * ((z * most) @ v_abs)
+    most_v = most_v + u * (1 + inexact) * ((z * most * r.raised) @ v_abs)
     divisor = _relative(row_sum + twice)[..., None]
-    rounding = (p.u_p + summed * (1 + p.u_p))[..., None] * most_v * (1 + divisor) + divisor * (o_abs + conditioning)
+    rounding = most_v * (1 + divisor) + divisor * (o_abs + conditioning)
     # Underflow: P on its way in, the products, what is rescaled; V that is read as 0; O itself.
-    underflow = np.minimum(most, s.tiny_p) @ v_abs + (s.tiny_in * most.sum(axis=3) + p.tiny)[..., None]
-    underflow = underflow + ((2 * r.count + 1) * s.tiny_u)[..., None] * (1 + o_abs)
+    underflow = s.z_max * (np.minimum(most, s.tiny_p) @ v_abs + s.tiny_in * most.sum(axis=3)[..., None]) + p.tiny
+    underflow = underflow + ((2 * r.count + 1) * s.tiny_u)[..., None] * (s.z_max + o_abs)
     parts = {"errors of the probabilities": conditioning, "rounding of P and of sums": rounding, "underflow": underflow}
     vacuous = (by_errors >= hull) & (hull > rounding + underflow)
     # unnormalised sums: each weight is at most 1
-    sums = r.seen.astype(np.float64) @ v_abs > s.acc_max
+    sums = (z * r.seen) @ v_abs > s.acc_max
     empty = r.count == 0
     structural = np.abs(o) < 4 * p.tiny
     o_bound = _bound(o, parts, s.unit, vacuous, r.overflow[..., None] | sums, structural, empty[..., None])
 
     # Log-sum-exp: the weights, their sum, its log, the maximum brought to base e, the addition.
     log_sum = np.where(empty, 0.0, -np.where(r.seen, r.logp, -np.inf).max(axis=3, initial=-np.inf))
+    top = r.lam - log_sum
     sums_and_exp = moved - from_scores + _relative(row_sum) + r.count * s.tiny_u
     lse = FORMATS[p.lse]
     parts = {
         "errors of the scores": from_scores,
         "exp and sums": np.where(empty, 0.0, sums_and_exp),
-        "maximum and log": max(p.u_exp, u) * (log_sum + moved + sums_and_exp)
-        + _roundings(3, u) * (np.abs(r.lam - log_sum) + np.abs(r.lam)),
+        "maximum and log": max(p.u_exp, u) * (log_sum + np.abs(r.apart) + moved + sums_and_exp)
+        + _roundings(3, u) * (np.maximum(np.abs(top), np.abs(top - r.apart)) + np.abs(r.lam)),
         "underflow": np.full(empty.shape, p.tiny if p.lse == p.storage else lse.tiny),
     }
     never = np.zeros(empty.shape, dtype=bool)
@@ -386,7 +466,8 @@ def _weighted(weights: Array, spread: Array) -> Array:
 def _backward(s: _Setup, r: _Rows, o_bound: Bound, lse_bound: Bound, kept: Array, keys: _KeySide) -> Bound:
     """Bound of dq for these rows; what they add to dk, dv and dbias goes into ``keys``."""
     case, p, u = s.case, s.p, s.p.u
-    dv = case.shape[6]
+    dv, places = case.shape[6], s.seen.shape[3]
+    z = s.z if s.z.shape[2] == 1 else s.z[:, :, r.at]
     do, dlse, o = s.do[:, :, r.at], s.dlse[:, :, r.at], s.exact.o.hi[:, :, r.at]
     do_abs, k_abs, v_abs = np.abs(do), np.abs(s.k), np.abs(s.v)
 
@@ -401,19 +482,21 @@ def _backward(s: _Setup, r: _Rows, o_bound: Bound, lse_bound: Bound, kept: Array
     recompute_over = ~(again <= s.exp_max - 1).all(axis=3)
     recompute_over = recompute_over | _may_overflow(r.lam, lse_bound, FORMATS[p.lse].max)
 
-    # dP = <dO, v>: sums, flushed inputs, underflow.
-    dp = do @ s.v.swapaxes(2, 3)
+    # dP = z <dO, v>: sums, flushed inputs, underflow, the factor of dropout.
+    dp = z * (do @ s.v.swapaxes(2, 3))
     dov = do_abs @ v_abs.swapaxes(2, 3)
     dp_error = growth(p, dv, dv) * dov + dv * s.tiny_u
     dp_error = dp_error + s.tiny_in * (do_abs.sum(axis=3)[..., None] + v_abs.sum(axis=3)[:, :, None, :])
-    dp_abs = np.abs(dp)
+    # the factor of dropout may have been multiplied into dO or V
+    dp_error = z * (dp_error * (1 + s.u_z) + s.u_z * dov)
+    dp_abs, dov = np.abs(dp), s.z_max * dov
 
     # D = <dO, o> from the kernel's own O, or sum_j p_ij dP_ij: a kernel may take either.
     delta = (do * o).sum(axis=3)
     reach = np.abs(o) + np.where(np.isfinite(o_bound.allowed), o_bound.allowed, np.inf)
     from_o = _times(do_abs, o_bound.allowed).sum(axis=3) + dv * s.tiny_u
     from_o = from_o + (growth(p, dv, dv, matmul=False)[..., None] * do_abs * reach + s.tiny_in * reach).sum(axis=3)
-    row_sum = growth(p, r.count, case.shape[4], matmul=False)[..., None] * most
+    row_sum = growth(p, r.keys, places, matmul=False)[..., None] * most
     from_p = (_times(error + row_sum, dp_abs + dp_error) + r.prob * dp_error).sum(axis=3)
     from_p = from_p + r.count * s.tiny_u
     delta_error = np.fmax(from_o, from_p)
@@ -423,10 +506,16 @@ def _backward(s: _Setup, r: _Rows, o_bound: Bound, lse_bound: Bound, kept: Array
     gap = np.abs(dp - delta[..., None] + dlse[..., None])
     ds = r.prob * gap
     pieces = dp_abs + dp_error + delta_abs + delta_error[..., None] + dlse_abs
-    y = _times(error, gap) + _times(most, dp_error + delta_error[..., None] + _roundings(2, u) * pieces + 2 * s.tiny_u)
-    ds_error = y + (p.u_p + u * (1 + p.u_p)) * (ds + y) + np.minimum(s.tiny_p, ds + y)
-    ds_error = ds_error + np.minimum(s.tiny_p, most) * gap + s.tiny_u
+    dp_delta = dp_error + delta_error[..., None] + _roundings(2, u) * pieces + 2 * s.z_max * s.tiny_u
+    if s.u_z:
+        # D and dlse brought down by 1 - p, and all of dS up again at the end
+        dp_delta = dp_delta + (s.u_z + u) * (delta_abs + delta_error[..., None] + dlse_abs)
+    y = _times(error, gap) + _times(most, dp_delta)
+    ds_error = y + (p.u_p + u * (1 + p.u_p)) * (ds + y) + np.minimum(s.z_max * s.tiny_p, ds + y)
+    ds_error = ds_error + np.minimum(s.tiny_p, most) * gap + s.z_max * s.tiny_u
     ds_error = np.where(r.seen, ds_error, 0.0)
+    if s.sinks is not None:
+        keys.add_sink(ds[..., -1], ds_error[..., -1], r, delta_abs + dlse_abs)
     natural = r.prob * (dp_abs + delta_abs + dlse_abs)
     # Headroom: the pieces of dP - D (hidden pairs too), O as it is stored, dS in the format it is
     # stored in, the scale multiplied into it or not.
@@ -437,43 +526,46 @@ def _backward(s: _Setup, r: _Rows, o_bound: Bound, lse_bound: Bound, kept: Array
     row_over = row_over | _may_overflow(o, o_bound, format_of(p.storage).max).any(axis=3)
 
     keys.add_bias(r.at, ds, ds_error, natural, row_over, r.seen)
+    if s.sinks is not None:
+        keys.sink_over |= row_over.any(axis=(0, 2))
 
     if case.softcap is not None:
         # through the cap: 1 - tanh^2 at a score that is e_raw off, and its own rounding
         c = case.softcap
         x = r.raw / c
-        slope = np.where(x > 350, 0.0, 1 / np.cosh(np.minimum(x, 350.0)) ** 2)
+        slope = np.where(x > 350, 0.0, 1 / np.cosh(np.minimum(x, 350.0)) ** 2)  # of a sink: nobody asks
         moved = 2 * r.e_raw / c
         slope_error = np.minimum(_times(slope, np.expm1(moved)), 1.0)
         # tanh's own error counts twice in its square; tanh may come from the score over c (twice two
         # roundings), the square and the difference round
         slope_error = slope_error + 2 * p.u_tanh * (1 + p.u_tanh) + _roundings(6, u)
         ds_error = _times(ds_error, slope + slope_error) + ds * slope_error
-        ds_error = ds_error + u * (ds * slope + ds_error) + s.tiny_p
+        through = ds * slope + ds_error
+        ds_error = ds_error + u * through + np.minimum(s.z_max * s.tiny_p, through)
         ds_error = np.where(r.seen, ds_error, 0.0)
         ds, natural = ds * slope, natural * slope
     largest = ds + ds_error
 
     # dQ = scale dS K. The scale, or its root twice, is rounded and multiplied: four roundings.
-    n, mass = r.count[..., None], largest.sum(axis=3)[..., None]
+    n, mass = r.keys[..., None], largest[..., : case.shape[4]].sum(axis=3)[..., None]
     ds_k = _sum_product(largest, k_abs)
     parts = {
         "errors of dS": s.scale * _sum_product(ds_error, k_abs),
-        "sums": s.scale * (growth(p, n, case.shape[4]) + _roundings(4, u)) * ds_k,
+        "sums": s.scale * (growth(p, n, places) + _roundings(4, u)) * ds_k,
         "underflow": _underflow(s, n, mass, ds_k),
     }
     if p.u_prescale:
         parts["k stored with the scale"] = p.u_prescale * s.scale * ds_k + p.tiny * s.root * mass
     signed = np.where(r.seen, np.sign(dp - delta[..., None] + dlse[..., None]) * ds, 0.0)
     if p.ds_scaled_first:
-        parts["dS scaled before it is rounded"] = np.minimum(s.tiny_p, s.scale * largest) @ k_abs
+        parts["dS scaled before it is rounded"] = np.minimum(s.z_max * s.tiny_p, s.scale * largest) @ k_abs
     if p.grads_in_storage is not None:
         blocks = -(-case.shape[4] // p.grads_in_storage[1])
         parts["sums kept in storage"] = _kept_in_storage(s, parts, _in_storage_over_keys(s, signed), blocks)
     dq = s.exact.dq.hi[:, :, r.at]  # type: ignore[union-attr]
     size = s.scale * (natural @ k_abs)
     over = row_over[..., None] | ~(ds_k * max(1.0, s.scale) <= s.gradient_max)
-    keys.add(r, do_abs, do, error, most, ds_error, signed, largest, natural, row_over, recompute_over)
+    keys.add(r, do_abs, do, z * error, z * most, most, ds_error, signed, largest, natural, row_over, recompute_over)
     bound = _bound(dq, parts, s.unit, np.zeros_like(over), over, size < 4 * p.tiny, (r.count == 0)[..., None])
     return _replace_vacuous(bound, bound.vacuous | ((bound.allowed >= size) & ~bound.structural))
 
@@ -485,7 +577,7 @@ def _underflow(s: _Setup, n: Array, mass: Array, total: Array) -> Array:
     scale; the result.
     """
     operands = (s.scale * s.tiny_in + s.root * s.tiny_u) * mass
-    return np.asarray(operands + s.tiny_u * total + max(1.0, s.scale) * n * s.tiny_u + s.p.tiny)
+    return np.asarray(operands + s.tiny_u * total + max(1.0, s.scale) * n * s.z_max * s.tiny_u + s.p.tiny)
 
 
 def _may_overflow(exact: Array, bound: Bound, most: float) -> Array:
@@ -507,10 +599,10 @@ def _kept_in_storage(s: _Setup, parts: dict[str, Array], running: Array, steps: 
 def _in_storage_over_keys(s: _Setup, signed: Array) -> Array:
     """dQ rounded to storage after each key block: one rounding of each running sum."""
     assert s.p.grads_in_storage is not None
-    block = s.p.grads_in_storage[1]
+    block, keys = s.p.grads_in_storage[1], s.case.shape[4]
     running, total = np.zeros(signed.shape[:3] + (s.k.shape[3],)), 0.0
-    for start in range(0, s.k.shape[2], block):
-        part = slice(start, start + block)
+    for start in range(0, keys, block):
+        part = slice(start, min(start + block, keys))
         running = running + s.scale * (signed[..., part] @ s.k[:, :, part])
         total = total + s.unit * np.abs(running) + s.p.tiny
     return np.asarray(total) + np.zeros_like(running)
@@ -521,8 +613,8 @@ class _KeySide:
 
     def __init__(self, s: _Setup) -> None:
         self.s = s
-        b, hq, hk, _, sk, d, dv = s.case.shape
-        zeros = np.zeros
+        b, hq, hk, _, _, d, dv = s.case.shape
+        sk, zeros = s.seen.shape[3], np.zeros
         self.count = s.seen.reshape(b, hk, s.case.group * s.case.shape[3], sk).sum(axis=2)[..., None]
         self.dv = {
             name: zeros((b, hk, sk, dv))
@@ -538,6 +630,8 @@ class _KeySide:
         self.bias: dict[str, Array] | None = None
         if s.case.bias is not None:
             self.bias = {name: zeros(s.case.bias.shape) for name in ("error", "total", "natural", "count", "over")}
+        self.sink = {name: zeros((hq,)) for name in ("error", "total", "natural", "count")}
+        self.sink_over = zeros((hq,), dtype=bool)
 
     def _group(self, array: Array) -> Array:
         """Sum over the query heads that share a key head, axis 1."""
@@ -550,6 +644,7 @@ class _KeySide:
         do_abs: Array,
         do: Array,
         error: Array,
+        most_z: Array,
         most: Array,
         ds_error: Array,
         signed: Array,
@@ -564,21 +659,22 @@ class _KeySide:
             return self._group(_sum_product(pairs.swapaxes(2, 3), rows))
 
         self.dv["errors of the probabilities"] += over_rows(error, do_abs)
-        self.dv["rounding of P"] += p.u_p * over_rows(most, do_abs)
-        self.dv["underflow"] += over_rows(np.minimum(most, s.tiny_p), do_abs)
-        self.dv["total"] += over_rows(most, do_abs)
-        self.dv["natural"] += over_rows(r.seen.astype(np.float64), do_abs)
-        self.mass["dv"] += self._group(most.sum(axis=2)[..., None])
+        z = s.z if s.z.shape[2] == 1 else s.z[:, :, r.at]
+        self.dv["rounding of P"] += (p.u_p + s.u_z * (1 + p.u_p)) * over_rows(most_z, do_abs)
+        self.dv["underflow"] += s.z_max * over_rows(np.minimum(most, s.tiny_p), do_abs)
+        self.dv["total"] += over_rows(most_z, do_abs)
+        self.dv["natural"] += over_rows(z * r.seen, do_abs)
+        self.mass["dv"] += self._group(most_z.sum(axis=2)[..., None])
         self.mass["dk"] += self._group(largest.sum(axis=2)[..., None])
         self.dk["errors of dS"] += s.scale * over_rows(ds_error, r.q_abs)
         self.dk["total"] += over_rows(largest, r.q_abs)
         self.dk["natural"] += s.scale * over_rows(natural, r.q_abs)
         if p.ds_scaled_first:
-            self.dk["scaled first"] += over_rows(np.minimum(s.tiny_p, s.scale * largest), r.q_abs)
+            self.dk["scaled first"] += over_rows(np.minimum(s.z_max * s.tiny_p, s.scale * largest), r.q_abs)
         self.dv_over |= self._group(r.overflow | recompute_over).any(axis=2)
         self.dk_over |= self._group(row_over).any(axis=2)
         if p.grads_in_storage is not None:
-            self._in_storage("dv", r.prob, do, p.grads_in_storage[0])
+            self._in_storage("dv", z * r.prob, do, p.grads_in_storage[0])
             self._in_storage("dk", s.scale * signed, s.q[:, :, r.at], p.grads_in_storage[0])
 
     def _in_storage(self, name: str, pairs: Array, rows: Array, block: int) -> None:
@@ -588,6 +684,12 @@ class _KeySide:
             part = slice(start, start + block)
             self.running[name] += pairs[:, :, part].swapaxes(2, 3) @ rows[:, :, part]
             self.storage[name] += self._group(s.unit * np.abs(self.running[name]) + s.p.tiny)
+
+    def add_sink(self, ds: Array, error: Array, r: _Rows, pieces: Array) -> None:
+        """Sums over batch entries and rows of the sink's own dS, [B, Hq, R]."""
+        rows = {"error": error, "total": ds + error, "natural": r.prob[..., -1] * pieces[..., 0]}
+        for name, array in {**rows, "count": r.seen[..., -1].astype(np.float64)}.items():
+            self.sink[name] += array.sum(axis=(0, 2))
 
     def add_bias(self, at: slice, ds: Array, error: Array, natural: Array, over: Array, seen: Array) -> None:
         if self.bias is None:
@@ -599,14 +701,19 @@ class _KeySide:
             "count": seen.astype(np.float64),
             "over": np.broadcast_to(over[..., None], seen.shape).astype(np.float64),
         }
-        for name, array in pairs.items():
-            stored = self.bias[name]
+        for name, pair in pairs.items():
+            array, stored = pair[..., : self.s.case.shape[4]], self.bias[name]
             rows = at if stored.ndim >= 2 and stored.shape[-2] > 1 else slice(None)
             target = stored[..., rows, :] if stored.ndim >= 2 else stored
             target += _sum_to(array, target.shape)
 
     def finish(self) -> dict[str, Bound]:
         s, p = self.s, self.s.p
+        keys = s.case.shape[4]  # what a sink added as one more key is of no interest here
+        for side in (self.dv, self.dk, self.mass, self.storage):
+            side.update({name: array[:, :, :keys] for name, array in side.items()})
+        self.running = {name: array[:, :, :keys] for name, array in self.running.items()}
+        self.count = self.count[:, :, :keys]
         exact, n = s.exact, self.count
         never_seen = n == 0
         places = s.case.group * s.case.shape[3]
@@ -615,8 +722,8 @@ class _KeySide:
         parts = {
             "errors of the probabilities": self.dv["errors of the probabilities"],
             "rounding of P": self.dv["rounding of P"],
-            "sums": growth(p, n, places) * self.dv["total"] * (1 + p.u_p),
-            "underflow": self.dv["underflow"] + s.tiny_in * self.mass["dv"] + p.tiny + n * s.tiny_u,
+            "sums": growth(p, n, places) * self.dv["total"] * (1 + p.u_p) * (1 + s.u_z),
+            "underflow": self.dv["underflow"] + s.tiny_in * self.mass["dv"] + p.tiny + n * s.z_max * s.tiny_u,
         }
         over = self.dv_over[..., None, None] | ~(self.dv["total"] <= s.gradient_max)
         found["dv"] = self._output("dv", exact.dv.hi, parts, self.dv["natural"], over, never_seen)  # type: ignore[union-attr]
@@ -655,7 +762,23 @@ class _KeySide:
             )
             vacuous = (bound.allowed >= bias["natural"]) & ~bound.structural
             found["dbias"] = _replace_vacuous(bound, bound.vacuous | vacuous)
+        if s.sinks is not None:
+            found["dsink"] = self._of_sinks()
         return found
+
+    def _of_sinks(self) -> Bound:
+        s, p, sink, stored = self.s, self.s.p, self.sink, self.s.case.wide_format
+        b, _, _, sq, _, _, _ = s.case.shape
+        parts = {
+            "errors of dS": sink["error"],
+            "sums": growth(p, sink["count"], b * sq, matmul=False) * sink["total"],
+            "underflow": np.full_like(sink["error"], stored.tiny),
+        }
+        over = self.sink_over | ~(sink["total"] <= s.acc_max)
+        structural = sink["natural"] < 4 * stored.tiny
+        exact = s.exact.dsink.hi  # type: ignore[union-attr]
+        bound = _bound(exact, parts, stored.unit, np.zeros_like(over), over, structural, sink["count"] == 0)
+        return _replace_vacuous(bound, bound.vacuous | ((bound.allowed >= sink["natural"]) & ~structural))
 
     def _output(
         self, name: str, exact: Array, parts: dict[str, Array], natural: Array, over: Array, never_seen: Array

@@ -64,8 +64,13 @@ class Case:
     ``mask``         bool, True = visible; ``bias`` added to the scores, finite or -inf (-inf hides
                      the key). Both: one to four axes, left-padded with 1 and broadcast to
                      [B, Hq, Sq, Sk]. bias is in the storage dtype or float32.
+    ``sinks``        None or [Hq]: one more key per head with this score and value 0, seen by every
+                     row, so that no row is empty.
+    ``dropout``, ``keep``  given together: a probability p, 0 <= p < 1, and the bool keep mask
+                     (shaped like mask). Kept probabilities are multiplied by 1 / (1 - p), others by 0;
+                     the log-sum-exp does not see it.
 
-    dlse and alibi_slopes are float32 (float64 for float64 cases). Raises CaseError, naming field,
+    dlse, alibi_slopes and sinks are float32 (float64 for float64 cases). Raises CaseError, naming field,
     value and what is accepted.
     """
 
@@ -83,9 +88,12 @@ class Case:
     k_lengths: tuple[int, ...] | None = None
     mask: np.ndarray | None = None
     bias: np.ndarray | None = None
+    sinks: np.ndarray | None = None
+    dropout: float | None = None
+    keep: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        for name in ("q", "k", "v", "do", "dlse", "alibi_slopes", "mask", "bias"):
+        for name in ("q", "k", "v", "do", "dlse", "alibi_slopes", "mask", "bias", "sinks", "keep"):
             array = getattr(self, name)
             if array is not None or name in ("q", "k", "v"):
                 _check(isinstance(array, np.ndarray), f"{name} is a {type(array).__name__}; it must be a numpy array")
@@ -123,8 +131,10 @@ class Case:
                 self.alibi_slopes.shape in ((hq,), (b, hq)),
                 f"alibi_slopes has shape {self.alibi_slopes.shape}; it must be {(hq,)} or {(b, hq)}",
             )
+        if self.sinks is not None:
+            _check(self.sinks.shape == (hq,), f"sinks has shape {self.sinks.shape}; it must be {(hq,)}")
         full = (b, hq, sq, sk)
-        for name in ("mask", "bias"):
+        for name in ("mask", "bias", "keep"):
             array = getattr(self, name)
             if array is not None:
                 padded = (1,) * (4 - array.ndim) + array.shape
@@ -143,14 +153,16 @@ class Case:
                     array.dtype == storage.dtype, f"{name} is {array.dtype} but q is {storage.name}; they must agree"
                 )
         wide = self.wide_format
-        for name in ("dlse", "alibi_slopes"):
+        for name in ("dlse", "alibi_slopes", "sinks"):
             array = getattr(self, name)
             if array is not None:
                 _check(
                     array.dtype == wide.dtype, f"{name} is {array.dtype}; with {storage.name} it must be {wide.name}"
                 )
-        if self.mask is not None:
-            _check(self.mask.dtype == np.bool_, f"mask is {self.mask.dtype}; it must be bool (True = visible)")
+        for name, meaning in (("mask", "visible"), ("keep", "kept")):
+            array = getattr(self, name)
+            if array is not None:
+                _check(array.dtype == np.bool_, f"{name} is {array.dtype}; it must be bool (True = {meaning})")
         if self.bias is not None:
             accepted = {storage.name, wide.name}
             _check(
@@ -159,7 +171,7 @@ class Case:
             )
 
     def _check_numbers(self) -> None:
-        for name in ("q", "k", "v", "do", "dlse", "alibi_slopes"):
+        for name in ("q", "k", "v", "do", "dlse", "alibi_slopes", "sinks"):
             array = getattr(self, name)
             if array is not None and not (finite := np.isfinite(_wide(array))).all():
                 where, value = _first(array, ~finite)
@@ -182,6 +194,18 @@ class Case:
                 f"softcap is {self.softcap!r}; it must be None or a positive number that float32 represents",
             )
             object.__setattr__(self, "softcap", float(self.softcap))
+        _check(
+            (self.dropout is None) == (self.keep is None),
+            "dropout and keep are given together: a probability and the mask of what it kept",
+        )
+        if self.dropout is not None:
+            _check(
+                isinstance(self.dropout, (int, float))
+                and _float32_representable(self.dropout)
+                and 0 <= self.dropout < 1,
+                f"dropout is {self.dropout!r}; it must be None or a probability >= 0 and < 1 that float32 represents",
+            )
+            object.__setattr__(self, "dropout", float(self.dropout))
 
     def _check_visibility_fields(self) -> None:
         _check(
@@ -282,6 +306,8 @@ def _first(array: np.ndarray, bad: np.ndarray) -> tuple[list[int], Any]:
 
 
 ROUTES: tuple[str, ...] = ("flags", "mask")
+LAYOUTS: tuple[str, ...] = ("contiguous", "transposed", "sliced", "expanded")
+POISONS: tuple[str, ...] = ("nan", "inf", "huge")
 
 
 @dataclass(frozen=True)
@@ -291,14 +317,43 @@ class Presentation:
     ``route``: "flags" puts causal and window through the kernel's own flags where it has them,
     "mask" puts them as an explicit mask. ``q_blocks``, ``k_blocks``: None (the kernel's choice) or
     block sizes, ragged allowed: the partition of the query rows or keys is these sizes in order,
-    the last one repeated until the axis is covered. Raises CaseError.
+    the last one repeated until the axis is covered.
+
+    ``layouts``: how q, k, v and do lie in memory: "contiguous"; "transposed" (the last two axes
+    swapped in memory); "sliced" (cut out of a larger buffer); "expanded" (stride 0 along each axis
+    whose values are all equal, contiguous where none are). ``poison``: what fills memory that nobody
+    may read: padded rows and keys, what surrounds a slice, unused pages, fresh output buffers; "nan",
+    "inf" or "huge", None for zeros (padding stays as the case has it). ``poison_hidden``: the poison
+    also fills the keys and values that no row of any of their query heads sees. ``page_size``: keys
+    and values come in pages of this many keys, in a pool whose order is not theirs. Raises CaseError.
     """
 
     route: str = "flags"
     q_blocks: tuple[int, ...] | None = None
     k_blocks: tuple[int, ...] | None = None
+    layouts: tuple[str, str, str, str] = ("contiguous", "contiguous", "contiguous", "contiguous")
+    poison: str | None = None
+    page_size: int | None = None
+    poison_hidden: bool = False
 
     def __post_init__(self) -> None:
+        ok = isinstance(self.layouts, (tuple, list)) and len(self.layouts) == 4
+        ok = ok and all(layout in LAYOUTS for layout in self.layouts)
+        _check(ok, f"layouts is {self.layouts!r}; it must hold one of {', '.join(LAYOUTS)} for each of q, k, v and do")
+        object.__setattr__(self, "layouts", tuple(self.layouts))
+        _check(
+            self.poison is None or self.poison in POISONS,
+            f"poison is {self.poison!r}; accepted are None, {', '.join(map(repr, POISONS))}",
+        )
+        _check(
+            isinstance(self.poison_hidden, bool) and (self.poison is not None or not self.poison_hidden),
+            f"poison_hidden is {self.poison_hidden!r}; it must be a bool, and False where poison is None",
+        )
+        size = self.page_size
+        _check(
+            size is None or (isinstance(size, (int, np.integer)) and not isinstance(size, bool) and size >= 1),
+            f"page_size is {size!r}; it must be None or an integer >= 1",
+        )
         _check(self.route in ROUTES, f"route is {self.route!r}; accepted are {', '.join(map(repr, ROUTES))}")
         for name in ("q_blocks", "k_blocks"):
             blocks = getattr(self, name)

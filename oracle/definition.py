@@ -29,8 +29,8 @@ class Definition:
     probabilities, exactly 0 where a key is hidden. Where the case holds ``do`` also ``dq``, ``dk``,
     ``dv`` (shaped as q, k, v), ``ds`` (shaped as p: the gradient of the score as it enters the
     softmax, exactly 0 where hidden) and, where it holds a bias, ``dbias`` (shaped as the bias);
-    None otherwise. A row that sees no key, and a padded row, has o = 0 and lse = -inf and
-    contributes 0 to every gradient.
+    None otherwise; ``dsink [Hq]`` likewise with sinks. A row that sees neither a key nor a sink, and a
+    padded row, has o = 0 and lse = -inf and contributes 0 to every gradient.
 
     Computed with ``bits`` of working precision. Each number carries that precision with it:
     arithmetic on it runs at ``bits`` too, whatever mpmath's global context is set to.
@@ -44,6 +44,7 @@ class Definition:
     dv: np.ndarray | None
     ds: np.ndarray | None
     dbias: np.ndarray | None
+    dsink: np.ndarray | None
     bits: int
 
 
@@ -148,29 +149,37 @@ def define(case: Case, bits: int | None = None) -> Definition:
     lse = filled((batch, hq, sq), ctx.ninf)
     p = filled((batch, hq, sq, sk), ctx.zero)
     slope = filled((batch, hq, sq, sk), ctx.zero)
+    sinks = None if case.sinks is None else exact(ctx, case.sinks)
+    p_sink = filled((batch, hq, sq), ctx.zero)
+    z = _dropout(case, ctx)
     for b, h, i in np.ndindex(batch, hq, sq):
         keys, s, derivative = score.row(b, h, i)
-        if not keys:
+        if not keys and (sinks is None or i >= case.q_length[b]):
             continue
         slope[b, h, i, keys] = derivative
         # lambda = log sum_j exp(s_j) and p_j = exp(s_j - lambda), with the maximum taken out so
         # that one visible key gives lambda = s and p = 1 without any rounding
-        m = max(s)
-        e = [ctx.exp(x - m) for x in s]
+        sink = [] if sinks is None else [sinks[h]]  # one more key, whose value is 0
+        m = max(s + sink)
+        e = [ctx.exp(x - m) for x in s + sink]
         denominator = ctx.fsum(e)
         lse[b, h, i] = m + ctx.log(denominator)
-        p[b, h, i, keys] = [x / denominator for x in e]
-        o[b, h, i] = _combine(ctx, p[b, h, i], v[b, h // group])
+        p[b, h, i, keys] = [x / denominator for x in e[: len(keys)]]
+        if sink:
+            p_sink[b, h, i] = e[-1] / denominator
+        o[b, h, i] = _combine(ctx, z[b, h, i] * p[b, h, i], v[b, h // group])
 
     if case.do is None:
-        return Definition(o=o, lse=lse, p=p, dq=None, dk=None, dv=None, ds=None, dbias=None, bits=bits)
+        return Definition(o=o, lse=lse, p=p, dq=None, dk=None, dv=None, ds=None, dbias=None, dsink=None, bits=bits)
     do = exact(ctx, case.do)
     dlse = filled((batch, hq, sq), ctx.zero) if case.dlse is None else exact(ctx, case.dlse)
     ds = filled((batch, hq, sq, sk), ctx.zero)
+    sink_sums = filled((hq,), ctx.zero)
     for b, h, i in np.ndindex(batch, hq, sq):
         keys = np.flatnonzero(score.visible[b, h, i]).tolist()
-        dp = [ctx.fdot(do[b, h, i], v[b, h // group, j]) for j in keys]
+        dp = [z[b, h, i, j] * ctx.fdot(do[b, h, i], v[b, h // group, j]) for j in keys]
         delta = ctx.fdot(p[b, h, i, keys], dp)
+        sink_sums[h] = sink_sums[h] + p_sink[b, h, i] * (dlse[b, h, i] - delta)
         ds[b, h, i, keys] = [p[b, h, i, j] * (x - delta + dlse[b, h, i]) for j, x in zip(keys, dp, strict=True)]
     dbias = None if case.bias is None else _sum_to(ds, case.bias.shape, ctx.zero)
 
@@ -181,8 +190,19 @@ def define(case: Case, bits: int | None = None) -> Definition:
     for b, h, j in np.ndindex(dk.shape[:3]):
         heads = slice(h * group, (h + 1) * group)  # the query heads that read key head h
         dk[b, h, j] = score.scale * _combine(ctx, draw[b, heads, :, j].ravel(), _rows(score.q[b, heads]))
-        dv[b, h, j] = _combine(ctx, p[b, heads, :, j].ravel(), _rows(do[b, heads]))
-    return Definition(o=o, lse=lse, p=p, dq=dq, dk=dk, dv=dv, ds=ds, dbias=dbias, bits=bits)
+        dropped = z[b, heads, :, j] * p[b, heads, :, j]
+        dv[b, h, j] = _combine(ctx, dropped.ravel(), _rows(do[b, heads]))
+    dsink = None if sinks is None else sink_sums
+    return Definition(o=o, lse=lse, p=p, dq=dq, dk=dk, dv=dv, ds=ds, dbias=dbias, dsink=dsink, bits=bits)
+
+
+def _dropout(case: Case, ctx: Any) -> np.ndarray:
+    """z_ij: 0 where dropout drops the pair, 1 / (1 - p) where it keeps it, 1 without dropout."""
+    b, hq, _, sq, sk, _, _ = case.shape
+    if case.keep is None:
+        return filled((b, hq, sq, sk), ctx.one)
+    raised = 1 / (1 - ctx.mpf(case.dropout))
+    return np.where(broadcast_mask(case, case.keep), raised, ctx.zero)
 
 
 def _combine(ctx: Any, weights: np.ndarray, rows: np.ndarray) -> np.ndarray:

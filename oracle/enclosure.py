@@ -19,7 +19,7 @@ from flint import arb, arb_mat
 
 from .case import Case
 from .precision import TARGET_BITS, working_bits
-from .visibility import broadcast_mask, distances, visible
+from .visibility import broadcast_mask, distances, kept, visible
 
 #: pairs held at a time while streaming: some 60 MB of balls
 BLOCK_PAIRS = 1 << 16
@@ -51,7 +51,8 @@ class Enclosed:
 
 @dataclass(frozen=True)
 class Exact:
-    """The exact answer of a case, enclosed. ``dq, dk, dv`` are None without do, ``dbias`` without bias.
+    """The exact answer of a case, enclosed. ``dq, dk, dv`` are None without do, ``dbias`` without bias,
+    ``dsink`` without sinks.
 
     Padded query rows hold o = 0, lse = -inf, dq = 0. ``logp [B, Hq, Sq, Sk]`` is the natural log of
     each probability and ``raw`` each scaled product before softcap and bias, rounded to float64
@@ -65,6 +66,7 @@ class Exact:
     dk: Enclosed | None
     dv: Enclosed | None
     dbias: Enclosed | None
+    dsink: Enclosed | None
     logp: np.ndarray | None
     raw: np.ndarray | None
     bits: int
@@ -106,6 +108,10 @@ class _Engine:
             # where in the stored bias the gradient of a pair is added up
             self.dbias_at = broadcast_mask(case, np.arange(case.bias.size).reshape(case.bias.shape))
             self.dbias = [arb(0)] * case.bias.size
+        self.sinks = None if case.sinks is None else [arb(x) for x in case.sinks.astype(np.float64).tolist()]
+        self.dsink = [arb(0)] * hq
+        self.keep = kept(case) if case.dropout is not None else None
+        self.boost = 1 / (1 - arb(case.dropout or 0.0))
         if case.alibi_slopes is not None:
             self.slopes = np.broadcast_to(case.alibi_slopes.astype(np.float64), (b, hq))
             self.distance = np.abs(distances(case))
@@ -125,18 +131,23 @@ class _Engine:
             stack = np.zeros((3, self.case.bias.size))
             _store(stack, self.dbias)
             dbias = enclosed(stack.reshape((3, *self.case.bias.shape)))
+        dsink = None
+        if self.backward and self.sinks is not None:
+            stack = np.zeros((3, hq))
+            _store(stack, self.dsink)
+            dsink = enclosed(stack)
         dq, dk, dv = (enclosed(x) if self.backward else None for x in (self.dq, self.dk, self.dv))
-        return Exact(enclosed(self.o), enclosed(self.lse), dq, dk, dv, dbias, self.logp, self.raw, bits)
+        return Exact(enclosed(self.o), enclosed(self.lse), dq, dk, dv, dbias, dsink, self.logp, self.raw, bits)
 
     def _key_head(self, b: int, g: int, heads: Iterable[int]) -> None:
         case = self.case
         rows, keys = case.q_length[b], case.k_length[b]
-        if rows == 0 or keys == 0:
+        if rows == 0 or (keys == 0 and self.sinks is None):
             return
         key = _matrix(case.k[b, g, :keys])
         value = _matrix(case.v[b, g, :keys])
         key_t, value_t = key.transpose(), value.transpose()
-        step = max(1, BLOCK_PAIRS // keys)
+        step = max(1, BLOCK_PAIRS // max(1, keys))
         dk: Any = None
         dv: Any = None
         for h in heads:
@@ -164,36 +175,51 @@ class _Engine:
         weights: list[Any] = [zero] * (count * keys)  # exp(s - m), unnormalised
         columns: list[list[int]] = []
         inverse: list[Any] = []
+        sink_weights: list[Any] = []
         for i in range(count):
             cols = np.flatnonzero(self.seen[b, h, start + i, :keys]).tolist()
             columns.append(cols)
-            if not cols:
+            sink = [] if self.sinks is None else [self.sinks[h]]
+            if not cols and not sink:
                 inverse.append(zero)
+                sink_weights.append(zero)
                 continue
             base = i * keys
             scores = self._scores(b, h, start + i, [raw[base + j] for j in cols], cols)
-            top = scores[0]
-            for s in scores:
+            top = (scores + sink)[0]
+            for s in scores + sink:
                 if s > top:
                     top = s
             top = top.mid()
             row = [(s - top).exp() for s in scores]
             for j, w in zip(cols, row, strict=True):
                 weights[base + j] = w
-            total = sum(row, zero)
+            sink_weights.append((sink[0] - top).exp() if sink else zero)
+            total = sum(row, sink_weights[i])
             inverse.append(1 / total)
             lse = top + total.log()
             _store(self.lse[:, b, h, start + i], [lse])
             if self.logp is not None:
                 self.logp[b, h, start + i, cols] = [float(s - lse) for s in scores]
-        matrix = arb_mat(count, keys, weights)
+        # what multiplies V: the weights that dropout kept, and raised
+        matrix = arb_mat(count, keys, self._dropped(b, h, start, weights, keys))
         width = case.v.shape[3]
         product = (matrix * value).entries()
         out = [product[i * width + c] * inverse[i] for i in range(count) for c in range(width)]
         _store(self.o[:, b, h, start:stop], out)
         if case.do is None:
             return None
-        return self._backward(b, h, start, stop, query, key, value_t, raw, weights, matrix, columns, inverse, out)
+        return self._backward(
+            b, h, start, stop, query, key, value_t, raw, weights, matrix, columns, inverse, sink_weights, out
+        )
+
+    def _dropped(self, b: int, h: int, start: int, pairs: list[Any], keys: int) -> list[Any]:
+        """z_ij times a value of each pair of rows ``start`` onwards."""
+        if self.keep is None:
+            return pairs
+        count = len(pairs) // keys if keys else 0
+        keep = self.keep[b, h, start : start + count, :keys].ravel().tolist()
+        return [x * self.boost if kept else arb(0) for x, kept in zip(pairs, keep, strict=True)]
 
     def _scores(self, b: int, h: int, i: int, raw: list[Any], cols: list[int]) -> list[Any]:
         """s_ij of one row's visible keys from its raw_ij."""
@@ -222,6 +248,7 @@ class _Engine:
         matrix: Any,
         columns: list[list[int]],
         inverse: list[Any],
+        sink_weights: list[Any],
         out: list[Any],
     ) -> tuple[Any, Any]:
         case, zero = self.case, arb(0)
@@ -231,16 +258,18 @@ class _Engine:
         # dO / l, so that weights times it are p_ij dO_i
         scaled = [upstream[i * width + c] * inverse[i] for i in range(count) for c in range(width)]
         scaled_mat = arb_mat(count, width, scaled)
-        dp = (scaled_mat * value_t).entries()  # dP_ij / l_i
+        dp = self._dropped(b, h, start, (scaled_mat * value_t).entries(), keys)  # dP_ij / l_i
         ds: list[Any] = [zero] * (count * keys)
         for i, cols in enumerate(columns):
-            if not cols:
+            if not cols and self.sinks is None:
                 continue
             base = i * keys
             delta = sum((upstream[i * width + c] * out[i * width + c] for c in range(width)), zero)
             if case.dlse is not None:
                 delta = delta - float(case.dlse[b, h, start + i])
             delta = delta * inverse[i]
+            if self.sinks is not None:
+                self.dsink[h] = self.dsink[h] - sink_weights[i] * delta
             for j in cols:
                 ds[base + j] = weights[base + j] * (dp[base + j] - delta)
             if self.dbias_at is not None:

@@ -17,7 +17,8 @@ class Profile:
     ``u_p``          rounding of P and dS before their matmul (the storage unit where they are
                      stored in it; 0 where they stay in the accumulator's type). The row sum is that
                      of P before it is rounded.
-    ``u_exp``        relative error of exp, of the division by the row sum and of log, each; exp(0) is 1.
+    ``u_exp``        relative error of exp, of log and of the divisions by the row sum and by dropout's
+                     1 - p, each; exp(0) is 1.
     ``u_tanh``       error of tanh: relative, or absolute where ``tanh_is_absolute``.
     ``lse``          format in which the log-sum-exp is stored.
     ``tiny``         below this a stored value may flush or lose digits.
@@ -27,7 +28,8 @@ class Profile:
     ``chain``        None: sums may run in any order, error n u. A block length b: at most b + n / b
                      roundings in a chain. 0: pairwise, log2 n.
     ``key_block``    fewest keys that are taken in one step of the online softmax (the last step of
-                     a row may be shorter); each further step may rescale what was summed so far.
+                     a row may be shorter); each further step that raises the maximum rescales what
+                     was summed so far.
     ``grads_in_storage``  None, or (query block, key block): dQ is accumulated in the storage format
                      after each key block, dK and dV after each query block and query head.
     ``ds_scaled_first``   dS is multiplied by the scale before it is rounded.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-OUTPUTS: tuple[str, ...] = ("o", "lse", "dq", "dk", "dv", "dbias")
-GRADIENTS: tuple[str, ...] = ("dq", "dk", "dv", "dbias")
+OUTPUTS: tuple[str, ...] = ("o", "lse", "dq", "dk", "dv", "dbias", "dsink")
+GRADIENTS: tuple[str, ...] = ("dq", "dk", "dv", "dbias", "dsink")
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class Result:
     """A kernel's outputs as host arrays; None where it does not offer one.
 
     ``o [B, Hq, Sq, Dv]``, ``lse [B, Hq, Sq]`` (natural log unless declared), ``dq``, ``dk``, ``dv``
-    shaped as q, k, v, ``dbias`` shaped as the stored bias. ``mutated`` names the inputs whose bits
-    the call changed.
+    shaped as q, k, v, ``dbias`` shaped as the stored bias, ``dsink [Hq]``. ``mutated`` names the
+    inputs whose bits the call changed.
     """
 
     o: np.ndarray | None = None
@@ -25,4 +25,5 @@ class Result:
     dk: np.ndarray | None = None
     dv: np.ndarray | None = None
     dbias: np.ndarray | None = None
+    dsink: np.ndarray | None = None
     mutated: tuple[str, ...] = ()

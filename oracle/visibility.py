@@ -69,6 +69,16 @@ def visible(case: Case) -> np.ndarray:
 
 
 def empty_rows(case: Case, seen: np.ndarray | None = None) -> np.ndarray:
-    """True where a judged row sees no key, bool [B, Hq, Sq]."""
+    """True where a judged row sees neither a key nor a sink, bool [B, Hq, Sq]."""
+    if case.sinks is not None:
+        return np.zeros(case.q.shape[:3], dtype=bool)
     seen = visible(case) if seen is None else seen
     return rows_judged(case)[:, None, :] & ~seen.any(axis=-1)
+
+
+def kept(case: Case) -> np.ndarray:
+    """True where dropout keeps a pair (everywhere without it), bool [B, Hq, Sq, Sk]."""
+    b, hq, _, sq, sk, _, _ = case.shape
+    if case.keep is None:
+        return np.broadcast_to(np.True_, (b, hq, sq, sk))
+    return broadcast_mask(case, case.keep)

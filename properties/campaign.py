@@ -10,12 +10,13 @@ from itertools import islice
 import numpy as np
 
 from ..kernels.candidate import Candidate, Known
-from ..oracle.case import Case, Presentation
+from ..oracle.case import LAYOUTS, Case, Presentation
 from . import runs
 from .catalogue import PROPERTIES, Property, applies
 from .draws import drawn
 from .reduce import reduce
 from .strategies import Plan
+from .systematic import Bets
 from .verdict import Failure, Outcome, Tally, Verdict
 
 #: how often a failing case is judged again, to tell a kernel that fails only sometimes
@@ -39,6 +40,10 @@ def plan_for(candidate: Candidate, prop: Property, dtype: str, block: tuple[int,
         avoid=frozenset(avoid),
         blocks=block or candidate.blocks,
         takes_blocks=candidate.takes_blocks,
+        # strided and poisoned memory only for those who promise to answer it as they answer plain memory
+        takes_layouts=candidate.takes_layouts >= set(LAYOUTS)
+        and candidate.promises >= {"layout-invariant", "padding-not-read"},
+        takes_pages=candidate.takes_pages,
     )
 
 
@@ -53,8 +58,10 @@ def check(
     block: tuple[int, ...] | None = None,
     tick: Callable[[int], None] | None = None,
 ) -> Tally:
-    """Judge ``examples`` drawn cases; stops at the first violation that is not known, and shrinks it.
+    """Judge ``examples`` drawn cases, or as few of them as the property takes (``every``).
 
+    Stops at the first violation that is not known, and shrinks it; or where the results of all cases
+    so far lean to one side (``systematic``).
     ``deadline`` is a time.monotonic() at which to stop, after one case at least; ``tick`` is called with 1 after each
     case. Raises OracleError where the two exact engines disagree.
     """
@@ -65,7 +72,8 @@ def check(
         tally.offered = False
         return tally
     worsts: list[float] = []
-    for case, presentation in islice(drawn(plan_for(candidate, prop, dtype, block), seed), examples):
+    bets = Bets()
+    for case, presentation in islice(drawn(plan_for(candidate, prop, dtype, block), seed), 0, examples, prop.every):
         if deadline is not None and tally.examples and time.monotonic() > deadline:
             break
         tally.checked_twice += runs.confirm(case)
@@ -73,8 +81,14 @@ def check(
         if not _add(tally, candidate, case, presentation, verdict, worsts):
             tally.failure = _failure(candidate, prop, case, presentation, verdict)
             break
+        # a case with a declared fault tells nothing of how right results lean
+        ours = verdict.leans and known_fault(candidate, name, case, presentation) is None
+        if ours and bets.add(verdict.leans, of=(case, presentation)):
+            tally.failure = _leaning(bets, prop)
+            break
         if tick is not None:
             tick(1)
+    tally.leans = bets.means()
     tally.median = float(np.median(worsts)) if worsts else None
     tally.seconds = time.monotonic() - started
     return tally
@@ -89,11 +103,15 @@ def _add(
         known = known_fault(candidate, tally.property, case, presentation)
         if known is None:
             return False
+        _waive(tally, known, violated=True)
         tally.known += 1
         tally.known_reasons[known.reason] = tally.known_reasons.get(known.reason, 0) + 1
         return True
     if verdict.outcome is Outcome.HOLDS:
         tally.judged += 1
+        for known in candidate.known:
+            if known.entry and _concerns(known, tally.property, case, presentation):
+                _waive(tally, known, violated=False)
         tally.elements += verdict.judged
         tally.at_stake += verdict.at_stake
         tally.zeros += verdict.zeros
@@ -113,9 +131,20 @@ def _add(
 def known_fault(candidate: Candidate, name: str, case: Case, presentation: Presentation) -> Known | None:
     """The declared fault that a violation belongs to, if there is one."""
     for known in candidate.known:
-        if name in known.properties and case.dtype in known.dtypes and known.when(case, presentation):
+        if _concerns(known, name, case, presentation):
             return known
     return None
+
+
+def _concerns(known: Known, name: str, case: Case, presentation: Presentation) -> bool:
+    return name in known.properties and case.dtype in known.dtypes and known.when(case, presentation)
+
+
+def _waive(tally: Tally, known: Known, *, violated: bool) -> None:
+    """Count a case that meets the condition of a waiver."""
+    if known.entry:
+        held, against = tally.waived.get(known.entry, (0, 0))
+        tally.waived[known.entry] = (held, against + 1) if violated else (held + 1, against)
 
 
 def _failure(candidate: Candidate, prop: Property, case: Case, presentation: Presentation, verdict: Verdict) -> Failure:
@@ -134,6 +163,13 @@ def _failure(candidate: Candidate, prop: Property, case: Case, presentation: Pre
     else:
         verdict = replace(verdict, sentence=f"{verdict.sentence}, in {seen} of {calls} calls")
     return Failure(case, presentation, verdict, first=first, seen=seen, calls=calls)
+
+
+def _leaning(bets: Bets, prop: Property) -> Failure:
+    """A violation by all the cases together: there is none to shrink, and the one that leans the most is saved."""
+    case, presentation = bets.most[bets.strongest][2]
+    verdict = Verdict(Outcome.VIOLATED, bets.sentence(prop.title), "bias")
+    return Failure(case, presentation, verdict, first=case.digest, seen=1, calls=1)
 
 
 def _still_fails(candidate: Candidate, prop: Property, first: Verdict) -> Callable[[Case, Presentation], bool]:

@@ -11,18 +11,14 @@ from dataclasses import dataclass, replace
 
 from ..kernels.candidate import Candidate
 from ..oracle.case import Case, Presentation
-from ..oracle.features import FEATURES, features
+from ..oracle.formats import format_of
 from ..oracle.precision import TARGET_BITS
 from ..oracle.visibility import empty_rows
-from . import runs
-from .judge import TITLES, Undecided, check_form, empty_elements, judge, violated
-from .verdict import Outcome, Verdict, Worst
-
-FORWARD = ("o", "lse")
-BACKWARD = ("dq", "dk", "dv")
-
-#: violations that leave nothing to judge
-NO_RESULT = ("raised", "missing", "died")
+from . import contracts, metamorphic_backward, metamorphic_forward, runs
+from .asking import BACKWARD, FORWARD, NO_RESULT, all_outputs, ask
+from .judge import Undecided, check_form, empty_elements, judge, judged_elements, violated
+from .systematic import leaning_profile, leans
+from .verdict import Lean, Outcome, Verdict, first_or_worst
 
 
 @dataclass(frozen=True)
@@ -31,6 +27,7 @@ class Property:
 
     ``outputs`` are those it judges; it says nothing of a candidate that offers none of them.
     ``needs`` are what a case must hold for it: "backward" (do), "dlse", "bias", "empty-row".
+    ``every``: it is judged on one in this many of the drawn cases, as it takes calls and answers of its own.
     """
 
     name: str
@@ -39,61 +36,12 @@ class Property:
     outputs: tuple[str, ...]
     judge: Callable[[Candidate, Case, Presentation], Verdict]
     needs: frozenset[str] = frozenset()
-
-
-def declined(candidate: Candidate, case: Case, want: frozenset[str]) -> str | None:
-    """Why a candidate declines a case by what it declares; None where it does not."""
-    if case.dtype not in candidate.dtypes:
-        return f"it does not take {case.dtype}"
-    used = features(case)
-    if not want & {"dq", "dk", "dv", "dbias"}:
-        used = used - {"backward", "dlse"}
-    if "empty-row" in used and candidate.conventions.empty_row == "rejects":
-        return "it rejects rows that see no key"
-    for feature in FEATURES:
-        if feature in used and feature in candidate.lacks:
-            return candidate.lacks[feature]
-    return None
-
-
-def wanted(candidate: Candidate, case: Case, outputs: tuple[str, ...]) -> frozenset[str]:
-    """What to ask for: the forward pass, or all gradients together, as users call kernels."""
-    offers = set(candidate.offers)
-    want: set[str] = set()
-    if "dbias" in outputs and case.do is not None and case.bias is not None:
-        want |= {"dbias", *FORWARD, *BACKWARD}
-    if case.do is not None and set(outputs) & set(BACKWARD):
-        want |= {*FORWARD, *BACKWARD}
-    if set(outputs) & set(FORWARD):
-        want |= set(FORWARD)
-    return frozenset(want & offers)
-
-
-def _outcome(
-    candidate: Candidate, case: Case, presentation: Presentation, outputs: tuple[str, ...]
-) -> runs.Outcome | Verdict:
-    """The candidate's outcome, or the verdict where there is no result to judge."""
-    want = wanted(candidate, case, outputs)
-    if not want:
-        return Verdict(Outcome.DECLINED, f"it offers no {' or '.join(TITLES[x] for x in outputs)}")
-    reason = declined(candidate, case, want)
-    if reason is not None:
-        return Verdict(Outcome.DECLINED, reason)
-    # without gradients to compute, the upstream ones are not part of the call
-    asked = case if want & {*BACKWARD, "dbias"} else replace(case, do=None, dlse=None)
-    outcome = runs.call(candidate, asked, presentation, want)
-    if outcome.declined is not None:
-        return Verdict(Outcome.DECLINED, outcome.declined)
-    if outcome.raised is not None:
-        return violated("raised", f"it raised {outcome.raised}")
-    if outcome.died is not None:
-        return violated("died", f"it {outcome.died}")
-    return outcome
+    every: int = 1
 
 
 def judge_output(candidate: Candidate, case: Case, presentation: Presentation, output: str) -> Verdict:
     """One output of one call against the exact answer and its bound."""
-    outcome = _outcome(candidate, case, presentation, (output,))
+    outcome = ask(candidate, case, presentation, (output,))
     if isinstance(outcome, Verdict):
         return outcome
     got, profile = getattr(outcome.result, output), candidate.profile(case.dtype, presentation)
@@ -117,45 +65,36 @@ def judge_output(candidate: Candidate, case: Case, presentation: Presentation, o
 
 def _against_oracle(output: str) -> Callable[[Candidate, Case, Presentation], Verdict]:
     def judged(candidate: Candidate, case: Case, presentation: Presentation) -> Verdict:
-        return judge_output(candidate, case, presentation, output)
+        verdict = judge_output(candidate, case, presentation, output)
+        if verdict.worst is None or verdict.outcome is not Outcome.HOLDS:
+            return verdict
+        return replace(verdict, leans=_leans(candidate, case, presentation, output))
 
     judged.__name__ = f"judge_{output}"
     return judged
 
 
+def _leans(candidate: Candidate, case: Case, presentation: Presentation, output: str) -> tuple[Lean, ...]:
+    """How an output that holds leans; nothing where its roundings to storage cannot be told from others."""
+    outcome = ask(candidate, case, presentation, (output,))
+    assert not isinstance(outcome, Verdict)
+    got, conventions = getattr(outcome.result, output), candidate.conventions
+    profile = candidate.profile(case.dtype, presentation)
+    leaning = leaning_profile(profile, format_of(got.dtype))
+    # a NaN or a mean in an empty row may reach every gradient; a log-sum-exp in base 2 is rounded in base 2
+    other = conventions.empty_row != "zero" and bool(empty_rows(case).any())
+    if leaning is None or other or (output == "lse" and conventions.lse_base == "2"):
+        return ()
+    elements = judged_elements(case, output)
+    if output in ("o", "lse", "dq"):
+        elements = elements & ~empty_elements(case, output)
+    bound, allowed = runs.allowed(case, profile)[output], runs.allowed(case, leaning)[output]
+    return leans(case, output, got, runs.answer(case), bound, allowed, elements)
+
+
 def lse_gradient(candidate: Candidate, case: Case, presentation: Presentation) -> Verdict:
     """dQ, dK and dV where a gradient flows in through the log-sum-exp; the first that is wrong, or the worst."""
-    return _first_or_worst([judge_output(candidate, case, presentation, output) for output in BACKWARD])
-
-
-def _first_or_worst(verdicts: list[Verdict]) -> Verdict:
-    """One verdict for several: a violation first, then what was judged, then what was not."""
-    for outcome in (Outcome.VIOLATED, Outcome.HOLDS, Outcome.VACUOUS, Outcome.DECLINED):
-        found = [v for v in verdicts if v.outcome is outcome]
-        if not found:
-            continue
-        if outcome is not Outcome.HOLDS:
-            return found[0]
-        worst: Worst | None = None
-        for verdict in found:
-            if verdict.worst is not None and (worst is None or verdict.worst.ratio > worst.ratio):
-                worst = verdict.worst
-        return Verdict(
-            Outcome.HOLDS,
-            worst=worst,
-            judged=sum(v.judged for v in found),
-            median=max((v.median for v in found if v.median is not None), default=None),
-            at_stake=sum(v.at_stake for v in found),
-            zeros=sum(v.zeros for v in found),
-        )
-    raise ValueError("no verdicts to choose from")
-
-
-def _all_outputs(candidate: Candidate, case: Case) -> tuple[str, ...]:
-    names = [*FORWARD, *(BACKWARD if case.do is not None else ())]
-    if case.do is not None and case.bias is not None:
-        names.append("dbias")
-    return tuple(name for name in names if name in candidate.offers)
+    return first_or_worst([judge_output(candidate, case, presentation, output) for output in BACKWARD])
 
 
 def empty_row_contract(candidate: Candidate, case: Case, presentation: Presentation) -> Verdict:
@@ -164,7 +103,7 @@ def empty_row_contract(candidate: Candidate, case: Case, presentation: Presentat
     if not empty.any():
         return Verdict(Outcome.VACUOUS, "no row of the case is empty")
     judged = 0
-    for output in _all_outputs(candidate, case):
+    for output in all_outputs(candidate, case):
         verdict = judge_output(candidate, case, presentation, output)
         if verdict.outcome is Outcome.DECLINED:
             return verdict
@@ -177,9 +116,9 @@ def empty_row_contract(candidate: Candidate, case: Case, presentation: Presentat
 
 def shape_and_dtype(candidate: Candidate, case: Case, presentation: Presentation) -> Verdict:
     """Every output offered is there, in the right shape and dtype."""
-    outputs, profile = _all_outputs(candidate, case), candidate.profile(case.dtype, presentation)
+    outputs, profile = all_outputs(candidate, case), candidate.profile(case.dtype, presentation)
     for output in outputs:
-        outcome = _outcome(candidate, case, presentation, (output,))
+        outcome = ask(candidate, case, presentation, (output,))
         if isinstance(outcome, Verdict):
             return outcome
         wrong = check_form(case, output, getattr(outcome.result, output), profile)
@@ -191,7 +130,7 @@ def shape_and_dtype(candidate: Candidate, case: Case, presentation: Presentation
 def nan_pattern(candidate: Candidate, case: Case, presentation: Presentation) -> Verdict:
     """NaN and infinity only where the exact answer, rounded, has them."""
     judged = 0
-    for output in _all_outputs(candidate, case):
+    for output in all_outputs(candidate, case):
         verdict = judge_output(candidate, case, presentation, output)
         if verdict.outcome is Outcome.DECLINED:
             return verdict
@@ -206,7 +145,7 @@ def inputs_unchanged(candidate: Candidate, case: Case, presentation: Presentatio
     for outputs in (FORWARD, BACKWARD):
         if case.do is None and outputs is BACKWARD:
             continue
-        outcome = _outcome(candidate, case, presentation, outputs)
+        outcome = ask(candidate, case, presentation, outputs)
         if isinstance(outcome, Verdict):
             return outcome
         assert outcome.result is not None
@@ -215,7 +154,129 @@ def inputs_unchanged(candidate: Candidate, case: Case, presentation: Presentatio
     return Verdict(Outcome.HOLDS, judged=1)
 
 
+#: one in this many of the drawn cases is judged by the properties that compare a kernel with itself
+EVERY = 6
+
 _BACK = frozenset({"backward"})
+
+_ANY = (*FORWARD, *BACKWARD)
+
+#: a kernel compared with itself: each takes calls and exact answers of its own
+_SELF_COMPARED: tuple[Property, ...] = (
+    Property("ones", "V = 1 gives 1", "values that are all 1 give 1", ("o",), metamorphic_forward.ones),
+    Property(
+        "one-key",
+        "one visible key",
+        "a row that sees one key returns its value, without gradient of Q or K",
+        ("o", "dq", "dk"),
+        metamorphic_forward.one_key,
+    ),
+    Property("hull", "hull of V", "O lies within the visible values", ("o",), metamorphic_forward.hull),
+    Property(
+        "shift",
+        "shifted scores",
+        "a constant added to a row's scores leaves O and moves LSE by it",
+        _ANY,
+        metamorphic_forward.shift,
+    ),
+    Property(
+        "key-order",
+        "order of the keys",
+        "keys in reverse order, with masks and biases, give the same",
+        _ANY,
+        metamorphic_forward.permutation,
+    ),
+    Property(
+        "block-sizes",
+        "block sizes",
+        "other block sizes give the same",
+        _ANY,
+        metamorphic_forward.blocks,
+    ),
+    Property(
+        "split-keys",
+        "split over keys",
+        "two halves of the keys, merged by their LSE, give the same as one pass",
+        ("lse",),
+        metamorphic_forward.split_merge,
+    ),
+    Property(
+        "grouped-heads",
+        "grouped heads",
+        "heads that share a key head give the same as with a copy each",
+        _ANY,
+        metamorphic_forward.grouped_heads,
+    ),
+    Property(
+        "ragged",
+        "ragged batch",
+        "a sequence in a ragged batch gives the same alone",
+        _ANY,
+        metamorphic_forward.ragged,
+    ),
+    Property(
+        "scaled-v",
+        "V times 16",
+        "V times a power of two multiplies O, dQ and dK by it, exactly",
+        _ANY,
+        metamorphic_backward.scaled_v,
+    ),
+    Property(
+        "scaled-do",
+        "dO times 16",
+        "dO times a power of two multiplies all gradients by it, exactly",
+        BACKWARD,
+        metamorphic_backward.scaled_do,
+        _BACK,
+    ),
+    Property("zero-do", "dO = 0", "dO = 0 gives exactly 0", BACKWARD, metamorphic_backward.zero_do, _BACK),
+    Property(
+        "ds-sum",
+        "sum of dS",
+        "dS, seen through dbias, sums to 0 over the keys",
+        ("dbias",),
+        metamorphic_backward.ds_sum,
+        _BACK,
+    ),
+    Property("dk-sum", "sum of dK", "dK sums to 0 over the keys", ("dk",), metamorphic_backward.dk_sum, _BACK),
+    Property(
+        "dropout-mask",
+        "dropout mask",
+        "the keep mask, read off the outputs, is the given one in both passes",
+        ("o",),
+        metamorphic_backward.dropout_mask,
+        frozenset({"dropout"}),
+    ),
+    Property("twice", "called twice", "calling twice is calling once", _ANY, contracts.twice),
+    Property(
+        "company",
+        "batch company",
+        "a batch entry alone gives the same as in company",
+        _ANY,
+        contracts.company,
+    ),
+    Property(
+        "layouts",
+        "strided memory",
+        "transposed, sliced and expanded arrays give the same as contiguous ones",
+        _ANY,
+        contracts.layouts,
+    ),
+    Property("padding", "padding unread", "NaN in padding changes nothing", ("o",), contracts.padding),
+    Property(
+        "masked", "masked keys", "other numbers in keys that no row sees change nothing", ("o",), contracts.masked
+    ),
+    Property(
+        "masked-poison",
+        "NaN in masked keys",
+        "NaN in keys that no row sees changes nothing",
+        ("o",),
+        contracts.masked_poison,
+    ),
+    Property(
+        "outputs-written", "outputs written", "every element of every output is written", ("o",), contracts.written
+    ),
+)
 
 PROPERTIES: dict[str, Property] = {
     p.name: p
@@ -232,6 +293,14 @@ PROPERTIES: dict[str, Property] = {
             ("dbias",),
             _against_oracle("dbias"),
             _BACK | {"bias"},
+        ),
+        Property(
+            "dsink",
+            "dsink",
+            "the gradient of the attention sinks, summed over batch and rows",
+            ("dsink",),
+            _against_oracle("dsink"),
+            _BACK | {"sinks"},
         ),
         Property(
             "dlse",
@@ -256,6 +325,7 @@ PROPERTIES: dict[str, Property] = {
             "nan-pattern", "NaN pattern", "NaN and infinity only where the exact answer has them", ("o",), nan_pattern
         ),
         Property("inputs-unchanged", "inputs unchanged", "no input's bits change", ("o",), inputs_unchanged),
+        *(replace(prop, every=EVERY) for prop in _SELF_COMPARED),
     )
 }
 

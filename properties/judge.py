@@ -27,6 +27,7 @@ TITLES: dict[str, str] = {
     "dk": "dK",
     "dv": "dV",
     "dbias": "dbias",
+    "dsink": "dsink",
 }
 
 #: relative error of forming |got - hi - lo| in float64; added to one side and taken from the other
@@ -45,9 +46,10 @@ def expected_shape(case: Case, output: str) -> tuple[int, ...]:
     """The shape that an output must have."""
     b, hq, _, sq, _, _, dv = case.shape
     shapes = {"o": (b, hq, sq, dv), "lse": (b, hq, sq), "dq": case.q.shape, "dk": case.k.shape, "dv": case.v.shape}
-    if output == "dbias":
-        assert case.bias is not None
-        return case.bias.shape
+    for name, given in (("dbias", case.bias), ("dsink", case.sinks)):
+        if output == name:
+            assert given is not None
+            return given.shape
     return shapes[output]
 
 
@@ -55,6 +57,8 @@ def expected_dtype(case: Case, output: str, profile: Profile) -> np.dtype:
     """The dtype that an output must have: storage, the declared one for lse, the bias's own for dbias."""
     if output == "lse":
         return FORMATS[profile.lse].dtype
+    if output == "dsink":
+        return case.wide_format.dtype
     if output == "dbias":
         assert case.bias is not None
         return case.bias.dtype
@@ -123,7 +127,7 @@ def judge(
             contract = contract & ~empty
     if conventions.empty_row != "zero" and output in GRADIENTS_OVER_ROWS:
         # a NaN or a mean in an empty row reaches the gradients; what they hold there is not judged
-        poisoned = _reached_by_empty_rows(case, output)
+        poisoned = reached_by_empty_rows(case, output)
         live, finite, contract = live & ~poisoned, finite & ~poisoned, contract & ~poisoned
 
     bad = np.isnan(wide) & (finite | contract)
@@ -141,7 +145,7 @@ def judge(
     return _judge_ratio(output, got, wide, truth, bound, live, int((contract | inf_is_right | declared).sum()))
 
 
-GRADIENTS_OVER_ROWS = ("dq", "dk", "dv", "dbias")
+GRADIENTS_OVER_ROWS = ("dq", "dk", "dv", "dbias", "dsink")
 
 
 def _judge_ratio(
@@ -250,13 +254,13 @@ def _is_mean(case: Case, wide: Array, profile: Profile) -> Array:
     return np.asarray(np.abs(wide - mean) <= allowed)
 
 
-def _reached_by_empty_rows(case: Case, output: str) -> Array:
+def reached_by_empty_rows(case: Case, output: str) -> Array:
     """Where an empty row's own value (NaN, mean) would enter a gradient."""
     empty = empty_rows(case)
     shape = expected_shape(case, output)
     if output == "dq":
         return np.broadcast_to(empty[..., None], shape)
-    if output == "dbias":
+    if output in ("dbias", "dsink"):
         return np.full(shape, bool(empty.any()))
     b, hk = case.k.shape[:2]
     reached = np.asarray(empty.reshape(b, hk, case.group * case.shape[3]).any(axis=2))

@@ -18,8 +18,24 @@ from ..oracle.case import Case, CaseError, Presentation
 Array = np.ndarray
 Pair = tuple[Case, Presentation]
 
-ARRAYS = ("q", "k", "v", "do", "dlse", "bias", "alibi_slopes")
-OPTIONS = ("alibi_slopes", "softcap", "bias", "mask", "window", "causal", "k_lengths", "q_lengths", "dlse", "scale")
+ARRAYS = ("q", "k", "v", "do", "dlse", "bias", "alibi_slopes", "sinks")
+OPTIONS = (
+    "alibi_slopes",
+    "sinks",
+    "keep",
+    "softcap",
+    "bias",
+    "mask",
+    "window",
+    "causal",
+    "k_lengths",
+    "q_lengths",
+    "dlse",
+    "scale",
+)
+
+#: what a step may change of the presentation; all else belongs to the case
+PRESENTED = ("route", "q_blocks", "k_blocks", "layouts", "poison", "poison_hidden", "page_size")
 
 #: arrays with more elements than this are simplified as a whole, not number by number
 ELEMENTWISE = 48
@@ -62,11 +78,16 @@ def cost(case: Case, presentation: Presentation) -> tuple[int, int, int]:
         presentation.route != "flags"
     )
     options += sum(len(x) for x in (presentation.q_blocks, presentation.k_blocks) if x is not None)
+    options += sum(layout != "contiguous" for layout in presentation.layouts)
+    options += sum(getattr(presentation, name) is not None for name in ("poison", "page_size"))
     numbers = sum(_array_cost(getattr(case, name)) for name in ARRAYS)
     numbers += sum(getattr(case, name) not in (None, 1.0) for name in ("scale", "softcap"))
+    numbers += (presentation.page_size or 0) + presentation.poison_hidden
+    numbers += {None: 0, 0.0: 0, 0.5: 1}.get(case.dropout, 2)
     numbers += sum(1 + side for side in case.window or () if side is not None)
-    if case.mask is not None:
-        numbers += int((~case.mask).sum()) + case.mask.ndim
+    for mask in (case.mask, case.keep):
+        if mask is not None:
+            numbers += int((~mask).sum()) + mask.ndim
     if case.bias is not None:
         numbers += case.bias.ndim
     return elements, options, numbers
@@ -91,7 +112,7 @@ def _valid(shrink: Callable[[Case, Presentation], Iterator[dict[str, Any]]], pai
     """The well-posed cases among what a step proposes; {"route": ...} and blocks go to the presentation."""
     case, presentation = pair
     for changes in shrink(case, presentation):
-        shown = {name: changes.pop(name) for name in ("route", "q_blocks", "k_blocks") if name in changes}
+        shown = {name: changes.pop(name) for name in PRESENTED if name in changes}
         try:
             yield replace(case, **changes), replace(presentation, **shown)
         except (CaseError, ValueError):
@@ -102,9 +123,9 @@ def _valid(shrink: Callable[[Case, Presentation], Iterator[dict[str, Any]]], pai
 
 
 def _take(case: Case, axis: int, keep: Any) -> dict[str, Array | None]:
-    """mask and bias with ``keep`` taken of one of their four axes."""
+    """mask, bias and keep with ``keep`` taken of one of their four axes."""
     out: dict[str, Array | None] = {}
-    for name in ("mask", "bias"):
+    for name in ("mask", "bias", "keep"):
         array = getattr(case, name)
         if array is not None:
             full = array.reshape((1,) * (4 - array.ndim) + array.shape)
@@ -146,8 +167,8 @@ def _heads(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
         changes: dict[str, Any] = {name: _maybe(getattr(case, name), queries, 1) for name in ("q", "do", "dlse")}
         changes |= {name: getattr(case, name)[:, keys] for name in ("k", "v")}
         changes |= _take(case, 1, queries)
-        if case.alibi_slopes is not None:
-            changes["alibi_slopes"] = case.alibi_slopes[..., queries]
+        for name in ("alibi_slopes", "sinks"):
+            changes[name] = _maybe(getattr(case, name), queries, -1)
         yield changes
 
 
@@ -202,8 +223,8 @@ def _channels(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
 def _options(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
     for name in OPTIONS:
         if getattr(case, name) is not None:
-            yield {name: None}
-    for name in ("mask", "bias"):
+            yield {name: None, "dropout": None} if name == "keep" else {name: None}
+    for name in ("mask", "bias", "keep"):
         array = getattr(case, name)
         if array is not None and array.ndim > 1:
             yield {name: array[0]}
@@ -214,11 +235,24 @@ def _options(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
     for name in ("scale", "softcap"):
         if getattr(case, name) is not None:
             yield {name: 1.0}
+    if case.dropout:
+        yield from ({"dropout": p} for p in (0.0, 0.5) if p != case.dropout)
 
 
 def _presented(case: Case, presentation: Presentation) -> Iterator[dict[str, Any]]:
     if presentation.route != "flags":
         yield {"route": "flags"}
+    if presentation.poison is not None:
+        yield {"poison": None, "poison_hidden": False}
+    if presentation.poison_hidden:
+        yield {"poison_hidden": False}
+    if presentation.page_size is not None:
+        yield {"page_size": None}
+    if (presentation.page_size or 1) > 1:
+        yield {"page_size": 1}
+    for n, layout in enumerate(presentation.layouts):
+        if layout != "contiguous":
+            yield {"layouts": (*presentation.layouts[:n], "contiguous", *presentation.layouts[n + 1 :])}
     for name in ("q_blocks", "k_blocks"):
         blocks = getattr(presentation, name)
         if blocks is not None:
@@ -238,8 +272,9 @@ def _whole_arrays(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
         finite = np.where(np.isfinite(wide), wide, 0.0)
         for simpler in _simpler(finite):
             yield {name: np.where(np.isfinite(wide), simpler, wide).astype(array.dtype)}
-    if case.mask is not None:
-        yield {"mask": np.ones_like(case.mask)}
+    for name, mask in (("mask", case.mask), ("keep", case.keep)):
+        if mask is not None:
+            yield {name: np.ones_like(mask)}
 
 
 def _simpler(x: Array) -> tuple[Array, ...]:
@@ -247,13 +282,13 @@ def _simpler(x: Array) -> tuple[Array, ...]:
 
 
 def _numbers(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
-    for name in (*ARRAYS, "mask"):
+    for name in (*ARRAYS, "mask", "keep"):
         array = getattr(case, name)
         if array is None or array.size > ELEMENTWISE:
             continue
         for at in np.ndindex(array.shape):
             x = array[at].astype(np.float64)
-            if name == "mask":
+            if array.dtype == np.bool_:
                 choices: list[Any] = [] if array[at] else [True]
             elif not np.isfinite(x):
                 choices = [0.0]

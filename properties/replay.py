@@ -38,7 +38,9 @@ def make_record(candidate: Candidate, tally: Tally) -> Record:
         "property": tally.property,
         "kind": failure.verdict.kind,
         "sentence": failure.verdict.sentence,
-        "violated": f"{failure.seen} of {failure.calls} calls",
+        "violated": "by many cases together"
+        if failure.verdict.kind == "bias"
+        else f"{failure.seen} of {failure.calls} calls",
         "drawn as": failure.first,
         "versions": versions(),
     }

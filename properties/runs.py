@@ -13,11 +13,11 @@ from ..kernels.candidate import Candidate, Unsupported
 from ..kernels.isolated import Died
 from ..oracle.bounds import Bound, bounds
 from ..oracle.case import Case, Presentation
-from ..oracle.definition import define
+from ..oracle.definition import EXTRA_BITS, Definition, define
 from ..oracle.enclosure import Enclosed, Exact, exact
-from ..oracle.precision import TARGET_BITS
+from ..oracle.precision import TARGET_BITS, working_bits
 from ..oracle.profile import Profile
-from ..oracle.result import Result
+from ..oracle.result import OUTPUTS, Result
 
 T = TypeVar("T")
 
@@ -77,6 +77,11 @@ def call(candidate: Candidate, case: Case, presentation: Presentation, want: fro
     return _outcomes.get(key, lambda: (_call(candidate, case, presentation, want), candidate))[0]
 
 
+def call_again(candidate: Candidate, case: Case, presentation: Presentation, want: frozenset[str]) -> Outcome:
+    """Run a candidate now, whatever it returned before."""
+    return _call(candidate, case, presentation, want)
+
+
 def forget(candidate: Candidate) -> None:
     """Drop what a candidate returned, so that the next judgement calls it again."""
     for key in [k for k in _outcomes.entries if k[0] == id(candidate)]:  # type: ignore[index]
@@ -124,17 +129,31 @@ def confirm(case: Case, *, always: bool = False) -> bool:
 
 
 def compare_engines(case: Case) -> None:
-    """Raise OracleError, naming output and element, unless the definition lies in the enclosure."""
-    enclosed, defined = answer(case), define(case)
-    for name in ("o", "lse", "dq", "dk", "dv", "dbias"):
+    """Raise OracleError, naming output and element, unless the definition lies in the enclosure.
+
+    The definition carries no radius. Where values cancel, a ball can be narrower than the
+    definition's own rounding, so one that lies outside is computed again with more bits.
+    """
+    bits = working_bits(case) + EXTRA_BITS
+    for more in (1, 2, 4):
+        outside = _outside(answer(case), define(case, more * bits))
+        if outside is None:
+            return
+    raise OracleError(f"{outside} of case {case.digest[:12]} lies outside its enclosure")
+
+
+def _outside(enclosed: Exact, defined: Definition) -> str | None:
+    """The first output and element of the definition that lies outside the enclosure."""
+    for name in OUTPUTS:
         balls, numbers = getattr(enclosed, name), getattr(defined, name)
         if (balls is None) != (numbers is None):
-            raise OracleError(f"{name}: one engine has it and the other has not, case {case.digest[:12]}")
+            return f"{name} is there in one engine only, which"
         if balls is None:
             continue
         for at in range(numbers.size):
             if not _inside(balls, numbers.ravel()[at], at):
-                raise OracleError(f"{name}: element {at} of case {case.digest[:12]} lies outside its enclosure")
+                return f"{name}: element {at}"
+    return None
 
 
 def _inside(balls: Enclosed, number: Any, at: int) -> bool:

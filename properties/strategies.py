@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from hypothesis import strategies as st
 
-from ..oracle.case import Case, Presentation
+from ..oracle.case import LAYOUTS, POISONS, Case, Presentation
 from ..oracle.formats import FORMATS, Format
 
 Array = np.ndarray
@@ -34,7 +34,8 @@ class Plan:
 
     ``needs`` must be in every case ("backward", "dlse", "bias", "empty-row"), ``avoid`` are
     FEATURES that must not be; ``blocks`` are kernel block sizes around whose multiples lengths are
-    drawn, in addition to small ones; ``takes_blocks``: draw block sizes for the presentation.
+    drawn, in addition to small ones; ``takes_blocks``, ``takes_layouts``, ``takes_pages``: draw block
+    sizes, memory layouts with poison, and pages for the presentation.
     """
 
     dtype: str
@@ -42,6 +43,8 @@ class Plan:
     avoid: frozenset[str] = frozenset()
     blocks: tuple[int, ...] = ()
     takes_blocks: bool = False
+    takes_layouts: bool = False
+    takes_pages: bool = False
 
 
 #: features that a third of the cases do without
@@ -79,6 +82,15 @@ def cases(draw: Draw, plan: Plan) -> tuple[Case, Presentation]:
     softcap = None
     if "softcap" not in plan.avoid and _one_in(draw, 5, "softcap"):
         softcap = _pick(draw, [2.0, 0.5, 10.0, 30.0], "cap")
+    sinks = None
+    if "sinks" in plan.needs or (
+        "sinks" not in plan.avoid and "empty-row" not in plan.needs and _one_in(draw, 8, "sinks")
+    ):
+        sinks = _to(wide, _pick(draw, [1.0, 4.0, 100.0], "size of the sinks") * rng.standard_normal((hq,)))
+    dropout, keep = None, None
+    if "dropout" in plan.needs or ("dropout" not in plan.avoid and _one_in(draw, 10, "dropout")):
+        dropout = _pick(draw, [0.5, 0.125, 0.75, 0.0], "dropout probability")
+        keep = rng.random((b, hq, sq, sk)) >= dropout
     case = Case(
         q=q,
         k=k,
@@ -92,6 +104,9 @@ def cases(draw: Draw, plan: Plan) -> tuple[Case, Presentation]:
         alibi_slopes=slopes,
         q_lengths=lengths[0],
         k_lengths=lengths[1],
+        sinks=sinks,
+        dropout=dropout,
+        keep=keep,
         **visibility,
     )
     return case, presentations(draw, plan, case)
@@ -106,17 +121,21 @@ def shapes(draw: Draw, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
     if budget <= 12:
         # the smallest cases spend their pairs on keys, not on heads
         b, hk, group = _pick(draw, [(1, 1, 1), (b, hk, group)], "heads")
+    elif _one_in(draw, 6, "as many entries as key heads"):
+        b, hk, group = 2, 2, min(group, 2)  # a mask per entry that is read as one per head fits here
     edges = _edges(plan, budget)
     sq = _pick(draw, edges, "Sq")
     sk = _pick(draw, edges, "Sk")
     while b * hk * group * sq * sk > 2 * budget and max(b * hk * group, sq) > 1:
-        # too many pairs: give up batch, heads and then queries, in that order
-        if b > 1:
-            b = 1
-        elif group > 1 and hk > 1:
+        # too many pairs: give up queries down to a few, then heads, batch and the rest
+        if sq > 3:
+            sq = max(2, sq // 4)
+        elif group > 1 and hk > 1 and b == 1:
             hk = 1
-        elif sq > 4:
-            sq = max(1, sq // 4)
+        elif b > 1 and hk == 1:
+            b = 1
+        elif hk > 1 and b > 1:
+            b = hk = 1
         elif group > 1:
             group = 1
         elif hk > 1:
@@ -263,6 +282,7 @@ VALUE_LAWS: tuple[str, ...] = (
     "large",
     "tiny",
     "outlier",
+    "one key",
 )
 
 
@@ -282,6 +302,9 @@ def _values(draw: Draw, fmt: Format, rng: np.random.Generator, shape: tuple[int,
         x = x * min(1e4, fmt.max / 100)
     elif law == "tiny":
         x = x * fmt.tiny * 4
+    elif law == "one key" and shape[2]:
+        # what the others' probabilities lose is not hidden by the largest one's rounding
+        x = np.where(np.arange(shape[2])[:, None] == rng.integers(0, shape[2]), 1.0 + np.abs(x), 0.0)
     elif law == "outlier":
         x = np.where(rng.random(shape) < 0.1, 100 * x, x)
     return _to(fmt, x)
@@ -380,10 +403,14 @@ def _masks(
     if kind in ("bias", "bias with -inf", "both"):
         full = _broadcast(draw, (b, hq, sq, sk))
         stored = _pick(draw, [fmt, wide], "bias format")
-        law = _pick(draw, ["normal", "integers", "normal", "large", "zero"], "bias")
-        x = rng.standard_normal(full) * {"normal": 1.0, "integers": 2.0, "large": 50.0, "zero": 0.0}[law]
+        law = _pick(draw, ["normal", "integers", "normal", "large", "zeros and ones", "least"], "bias")
+        x = rng.standard_normal(full) * {"integers": 2.0, "large": 50.0}.get(law, 1.0)
         if law == "integers":
             x = np.round(x)
+        elif law == "zeros and ones":
+            x = np.where(x > 0, 1.0, 0.0)  # a mask in the eyes of who takes numbers for truth values
+        elif law == "least":
+            x = np.where(x > 0, -stored.max, 0.0)  # the other way to say "hidden"
         bias = _to(stored, x)
         if kind == "bias with -inf":
             seen = _visible(draw, plan, rng, full)
@@ -433,13 +460,21 @@ def _visible(draw: Draw, plan: Plan, rng: np.random.Generator, shape: tuple[int,
 
 
 def presentations(draw: Draw, plan: Plan, case: Case) -> Presentation:
-    """Route, and block sizes where the kernel takes them: ragged, smaller and larger than the axis."""
+    """Route, and what the kernel takes of block sizes (ragged, smaller and larger than the axis),
+    layouts, poison and pages."""
     route = "flags"
     if case.causal is not None or case.window is not None:
         route = _pick(draw, ["flags", "flags", "mask"], "route")
-    if not plan.takes_blocks:
-        return Presentation(route=route)
-    return Presentation(route=route, q_blocks=_blocks(draw, "query blocks"), k_blocks=_blocks(draw, "key blocks"))
+    more: dict[str, Any] = {}
+    if plan.takes_blocks:
+        more = {"q_blocks": _blocks(draw, "query blocks"), "k_blocks": _blocks(draw, "key blocks")}
+    if plan.takes_layouts and _one_in(draw, 4, "layouts"):
+        more["layouts"] = tuple(_pick(draw, LAYOUTS, f"layout of {name}") for name in ("q", "k", "v", "dO"))
+    if plan.takes_layouts and _one_in(draw, 4, "poison"):
+        more["poison"] = _pick(draw, POISONS, "poison")
+    if plan.takes_pages and _one_in(draw, 6 if case.k_lengths is None else 2, "pages"):
+        more["page_size"] = _pick(draw, (1, 2, 4, max(1, case.k.shape[2] // 3), 16), "page size")
+    return Presentation(route=route, **more)
 
 
 def _blocks(draw: Draw, label: str) -> tuple[int, ...] | None:

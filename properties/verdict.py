@@ -33,7 +33,24 @@ class Worst:
 
 
 #: what a violation is about: the same word must survive shrinking
-KINDS: tuple[str, ...] = ("shape", "dtype", "non-finite", "contract", "bound", "raised", "mutated", "missing", "died")
+KINDS: tuple[str, ...] = (
+    *("shape", "dtype", "non-finite", "contract", "bound", "raised", "mutated", "missing", "died"),
+    "bias",  # of many cases together: there is nothing to shrink
+)
+
+
+@dataclass(frozen=True)
+class Lean:
+    """How a case's results lean in one direction: see ``systematic``.
+
+    ``share`` is the share of its ``elements`` on one side of the correctly rounded exact value minus
+    the share on the other, ``allowed`` how much of that the accumulator alone may make.
+    """
+
+    direction: str
+    share: float
+    allowed: float
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,7 @@ class Verdict:
     it holds. ``judged`` counts elements compared, ``worst`` is the worst of them (None for exact
     contracts), ``median`` the median ratio. ``at_stake`` counts the judged elements whose exact value
     is not 0 (nor below what the format resolves), ``zeros`` those of them where 0 would have passed.
+    ``leans`` is how the elements lean, where a rounding to storage can be told.
     """
 
     outcome: Outcome
@@ -54,6 +72,7 @@ class Verdict:
     median: float | None = None
     at_stake: int = 0
     zeros: int = 0
+    leans: tuple[Lean, ...] = ()
 
     def __post_init__(self) -> None:
         violated = self.outcome is Outcome.VIOLATED
@@ -67,6 +86,29 @@ class Verdict:
             raise ValueError(f"a verdict cannot hold with a worst ratio of {self.worst.ratio}")
         if self.outcome in (Outcome.DECLINED, Outcome.VACUOUS) and self.worst is not None:
             raise ValueError(f"a verdict that is {self.outcome.value} judged nothing and has no worst element")
+
+
+def first_or_worst(verdicts: list[Verdict]) -> Verdict:
+    """One verdict for several: a violation first, then what was judged, then what was not."""
+    for outcome in (Outcome.VIOLATED, Outcome.HOLDS, Outcome.VACUOUS, Outcome.DECLINED):
+        found = [v for v in verdicts if v.outcome is outcome]
+        if not found:
+            continue
+        if outcome is not Outcome.HOLDS:
+            return found[0]
+        worst: Worst | None = None
+        for verdict in found:
+            if verdict.worst is not None and (worst is None or verdict.worst.ratio > worst.ratio):
+                worst = verdict.worst
+        return Verdict(
+            Outcome.HOLDS,
+            worst=worst,
+            judged=sum(v.judged for v in found),
+            median=max((v.median for v in found if v.median is not None), default=None),
+            at_stake=sum(v.at_stake for v in found),
+            zeros=sum(v.zeros for v in found),
+        )
+    raise ValueError("no verdicts to choose from")
 
 
 @dataclass(frozen=True)
@@ -91,7 +133,8 @@ class Tally:
 
     ``judged``, ``declined``, ``vacuous`` and ``known`` count cases; ``elements``, ``at_stake`` and
     ``zeros`` add up the verdicts' counts. ``offered`` is False where the candidate has no such
-    output at all.
+    output at all. ``leans``: direction -> cases that showed how they lean, and their mean.
+    ``waived``: entry of a waiver file -> cases that met its condition and hold, and that are violated.
     """
 
     candidate: str
@@ -111,5 +154,7 @@ class Tally:
     offered: bool = True
     reasons: dict[str, int] = field(default_factory=dict)  # declined or vacuous, by sentence
     known_reasons: dict[str, int] = field(default_factory=dict)
+    leans: dict[str, tuple[int, float]] = field(default_factory=dict)
+    waived: dict[str, tuple[int, int]] = field(default_factory=dict)
     failure: Failure | None = None
     seconds: float = 0.0

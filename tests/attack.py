@@ -27,8 +27,15 @@ from .right import Choices, choices, solve, suits, varied
 
 Array = np.ndarray
 
-#: what the attack draws: every feature, gradients, with and without bias and an upstream of the log-sum-exp
-PLANS: tuple[frozenset[str], ...] = (frozenset({"backward"}), frozenset({"backward", "dlse", "bias"}))
+#: what the attack draws: every feature, gradients, with and without bias and an upstream of the log-sum-exp,
+#: and sinks and dropout more often than by chance
+PLANS: tuple[frozenset[str], ...] = (
+    frozenset({"backward"}),
+    frozenset({"backward", "dlse", "bias"}),
+    frozenset({"backward", "sinks"}),
+    frozenset({"backward", "dropout"}),
+    frozenset({"backward", "dlse", "sinks", "dropout"}),
+)
 
 
 def verdicts(case: Case, c: Choices) -> dict[str, Verdict]:
@@ -97,15 +104,24 @@ def climb(case: Case, c: Choices, output: str, rng: np.random.Generator, steps: 
 
 def bent(case: Case, rng: np.random.Generator) -> Case:
     """The case with some of its numbers changed; the same case where the change makes none."""
-    names = [n for n in ("q", "k", "v", "do", "dlse", "bias") if getattr(case, n) is not None and getattr(case, n).size]
+    arrays = ("q", "k", "v", "do", "dlse", "bias", "sinks", "sinks")
+    names = [n for n in arrays if getattr(case, n) is not None and getattr(case, n).size]
     if case.softcap is not None:
         names.append("softcap")
+    if case.keep is not None and case.keep.size:
+        names += ["dropout", "keep"]
     if not names or rng.random() < 0.05:
         return replace(case, scale=float(rng.choice([0.5, 1.0, 2.0, 3.0, -1.0, 0.75, 2.0**-20, 2.0**12])))
     name = str(rng.choice(names))
     if name == "softcap":
         return replace(case, softcap=float(rng.choice([0.5, 1.0, 2.0, 3.0, 10.0, 30.0, 1000.0])))
+    if name == "dropout":
+        return replace(case, dropout=float(np.float32(rng.choice([0.0, 0.1, 0.3, 0.5, 0.6, 0.75, 0.9, 0.999, 2**-20]))))
     array = getattr(case, name)
+    if name == "keep":
+        flipped = array.copy()
+        flipped[tuple(rng.integers(n) for n in array.shape)] ^= True
+        return replace(case, keep=flipped)
     fmt = FORMATS[array.dtype.name]
     x = array.astype(np.float64)
     at = tuple(rng.integers(n) for n in x.shape)

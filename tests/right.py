@@ -54,6 +54,11 @@ class Choices:
     ``exp_units``, ``tanh_units``  declared errors in units of the accumulator; the planted error
                      fills them. ``sign``: "+", "-" or a number that seeds a sign per argument.
     ``lse``          the log-sum-exp's format; None: the accumulator's wide one.
+    ``sink``         a sink is the last key of the last block, a block of its own that comes first or last,
+                     or is added at the end as exp(sink - m) with the maximum of the keys alone.
+    ``dropout``      1 / (1 - p) multiplies P and dP; or P and dP are divided by 1 - p; or it multiplies V
+                     and dO; or O, dV, dQ and dK at the end, with D brought down to dS.
+    ``dsink_block``  the sink's gradient is summed in blocks of so many rows first; None: row by row.
     """
 
     order: Literal["blas", "up", "down", "pairwise", "chain"] = "blas"
@@ -80,6 +85,9 @@ class Choices:
     tanh_units: float = 4.0
     sign: str | int = 0
     lse: Literal["float16", "bfloat16"] | None = None
+    sink: Literal["within", "first", "last", "end"] = "within"
+    dropout: Literal["p", "divided", "v", "end"] = "p"
+    dsink_block: int | None = None
 
     def wide(self, dtype: str) -> Format:
         if self.accumulator is not None and dtype != "float64":
@@ -158,6 +166,9 @@ def choices(rng: np.random.Generator, dtype: str) -> Choices:
         tanh_units=pick(4.0, 4.0, 2.0, 1024.0),
         sign=pick("+", "-", *(int(n) for n in rng.integers(1, 1 << 30, size=4))),
         lse=pick(None, None, None, "float16", "bfloat16") if half else None,
+        sink=pick("within", "first", "last", "end", "end"),
+        dropout=pick("p", "divided", "v", "end"),
+        dsink_block=pick(None, 1, 2, 3),
     )
 
 
@@ -324,6 +335,10 @@ class _Kernel:
         self.log2e = self.u.number(LOG2_E)
         self.in_base2 = c.base2 in ("pieces", "scores", "fma")
         self.lse_format = FORMATS[self.u.p.lse]
+        one = self.u.number(1)
+        self.chance_kept = one - self.u.number(case.dropout or 0.0)
+        self.z = self.u.divide(one, self.chance_kept)
+        self.late = self.z if case.dropout is not None and c.dropout == "end" else None
 
     def run(self) -> Result:
         case, u = self.case, self.u
@@ -332,6 +347,7 @@ class _Kernel:
         lse = np.full((b, hq, sq), -np.inf, dtype=self.lse_format.dtype)
         dq, dk, dvv = (np.zeros_like(x) for x in (case.q, case.k, case.v))
         dbias = None if case.bias is None else np.zeros((b, hq, sq, sk), dtype=u.t)
+        dsink = None if case.sinks is None else np.zeros((b, hq, sq), dtype=u.t)
         for entry, group in [(x, y) for x in range(b) for y in range(hk)]:
             parts = []
             for h in range(group * case.group, (group + 1) * case.group):
@@ -342,11 +358,24 @@ class _Kernel:
                     dq[entry, h] = parts[-1]["dq"]
                     if dbias is not None:
                         dbias[entry, h] = parts[-1]["ds"]
+                    if dsink is not None:
+                        dsink[entry, h] = parts[-1]["dsink"]
             if parts:
                 dk[entry, group], dvv[entry, group] = self.over_group(parts)
         if case.do is None:
             return Result(o=o, lse=lse)
-        return Result(o=o, lse=lse, dq=dq, dk=dk, dv=dvv, dbias=self.stored_dbias(dbias))
+        dsinks = None if dsink is None else self.over_rows(dsink)
+        return Result(o=o, lse=lse, dq=dq, dk=dk, dv=dvv, dbias=self.stored_dbias(dbias), dsink=dsinks)
+
+    def over_rows(self, dsink: Array) -> Array:
+        """The sinks' gradients, summed over the rows of all batch entries; those of padding are not among them."""
+        u, block = self.u, self.c.dsink_block
+        rows = np.concatenate(
+            [np.zeros((0, dsink.shape[1]), u.t), *(dsink[b, :, :n].T for b, n in enumerate(self.case.q_length))]
+        )
+        if block is not None and self.c.longest_chain is None and rows.size:
+            rows = np.stack([u.total(rows[part]) for part in _steps(rows.shape[0], block)])
+        return u.store(u.total(rows), self.case.wide_format)
 
     def over_group(self, parts: list[dict[str, Array]]) -> tuple[Array, Array]:
         u, c = self.u, self.c
@@ -355,26 +384,29 @@ class _Kernel:
             if c.grads_in_storage is None:
                 a = np.concatenate([x[left] for x in parts]).T
                 total = u.matmul(a, np.concatenate([x[right] for x in parts]))
-                out.append(u.store(self.scaled(total, "k") if scaled else total))
+                out.append(u.store(self.scaled(total, "k") if scaled else self.raised(total)))
                 continue
             block, whole = c.grads_in_storage[0], None
             for x in parts:
                 running = np.zeros((x[left].shape[1], x[right].shape[1]), dtype=u.t)
                 for i in range(0, x[left].shape[0], block):
                     part = u.matmul(x[left][i : i + block].T, x[right][i : i + block])
-                    running = u.load(u.store(running + (self.scaled(part, "k") if scaled else part)))
+                    running = u.load(u.store(running + (self.scaled(part, "k") if scaled else self.raised(part))))
                 whole = running if whole is None else u.load(u.store(whole + running))
             assert whole is not None
             out.append(u.store(whole))
         return out[0], out[1]
 
     def scaled(self, total: Array, side: str) -> Array:
-        """A gradient times what of the scale is not in its operand yet ("k": summed over queries)."""
+        """A gradient times what of the scale, and of dropout, is not in it yet ("k": summed over queries)."""
         if self.c.ds_scaled_first or (self.c.prescale == "q" and side == "k"):
-            return total
-        if self.c.prescale == "roots":
-            return self.u.flushed(total * self.u.number(self.root))
-        return self.u.flushed(total * self.scale)
+            return self.raised(total)
+        by = self.u.number(self.root) if self.c.prescale == "roots" else self.scale
+        return self.u.flushed(total * (by if self.late is None else by * self.late))
+
+    def raised(self, total: Array) -> Array:
+        """What was summed, times the factor of dropout where that waits for the end."""
+        return total if self.late is None else self.u.flushed(total * self.late)
 
     @property
     def root(self) -> float:
@@ -410,6 +442,31 @@ class _Head:
             self.q = self.prescaled(self.q, u.number(math.copysign(kernel.root, kernel.true_scale)))
             self.k = self.prescaled(self.k, u.number(kernel.root))
         self.s, self.t = self.scores()
+        self.rows = (np.arange(self.s.shape[0]) < case.q_length[entry])[:, None]
+        keep = True if case.keep is None else np.broadcast_to(case.keep, (*case.q.shape[:3], self.s.shape[1]))[entry, h]
+        self.keep = np.broadcast_to(np.asarray(keep), self.s.shape)
+        # a sink has a score in every row, and the value 0
+        self.sink, self.value = np.zeros((self.s.shape[0], 0), dtype=self.s.dtype), self.v
+        if case.dropout is not None and c.dropout == "v":
+            self.value = u.flushed(self.v * kernel.z)
+        if case.sinks is not None:
+            sink = u.number(case.sinks[h])
+            if c.base2 == "fma":
+                sink = self.s.dtype.type(float(sink) * LOG2_E)
+            elif kernel.in_base2:
+                sink = sink * kernel.log2e
+            self.sink = np.where(self.rows, sink, self.s.dtype.type(-np.inf))
+
+    def dropped(self, pairs: Array) -> Array:
+        """P or dP with what dropout does to it before the end."""
+        u, c, kernel = self.u, self.c, self.kernel
+        if self.case.dropout is None:
+            return pairs
+        if c.dropout == "p":
+            return u.flushed(pairs * np.where(self.keep, kernel.z, u.t(0)))
+        if c.dropout == "divided":
+            pairs = u.divide(pairs, np.full(pairs.shape, kernel.chance_kept))
+        return np.where(self.keep, pairs, u.t(0))
 
     def prescaled(self, x: Array, by: Any) -> Array:
         y = self.u.flushed(x * by)
@@ -454,29 +511,47 @@ class _Head:
         rows, keys = self.s.shape
         m = np.full((rows, 1), -np.inf, dtype=u.t)
         l, acc = np.zeros((rows, 1), dtype=u.t), np.zeros((rows, self.v.shape[1]), dtype=u.t)
-        blocks = list(_steps(keys, c.key_block or max(keys, 1)))
-        for part in blocks:
-            s = self.s[:, part]
-            new = np.maximum(m, s.max(axis=1, keepdims=True).astype(u.t))
+        s, places = self.s, keys + (self.sink.shape[1] if c.sink == "within" else 0)
+        if c.sink != "end":
+            s = np.concatenate([s, self.sink], axis=1)
+        blocks = list(_steps(places, c.key_block or max(places, 1)))
+        own = [slice(places, s.shape[1])] if s.shape[1] > places else []
+        for part in own + blocks if c.sink == "first" else blocks + own:
+            new = np.maximum(m, s[:, part].max(axis=1, keepdims=True).astype(u.t))
             origin = np.where(new == -np.inf, u.t(0), new)
-            p, alpha = u.exp(self.minus(s, origin)), u.exp(m - origin)
+            p, alpha = u.exp(self.minus(s[:, part], origin)), u.exp(m - origin)
             l = u.flushed(l * alpha) + u.total(p.T)[:, None]
             if c.softmax == "online":
-                acc = u.flushed(acc * alpha) + u.matmul(u.p_rounded(p), self.v[part])
+                acc = u.flushed(acc * alpha) + self.weighed(p, part)
             m = new
-        empty = m == -np.inf
-        origin, divisor = np.where(empty, u.t(0), m), np.where(empty, u.t(1), l)
+        origin = np.where(m == -np.inf, u.t(0), m)
+        if c.sink == "end" and self.sink.size:
+            l = l + u.exp(self.minus(self.sink, origin))
+        empty = l == 0
+        divisor = np.where(empty, u.t(1), l)
         p = u.exp(self.minus(self.s, origin))
         self.p_forward = u.divide(p, divisor)
+        self.p_sink = u.divide(u.exp(self.minus(self.sink, origin)), divisor) if self.sink.size else self.sink
         if c.softmax == "two-pass":
-            acc = u.matmul(u.p_rounded(p), self.v)
-        o = u.matmul(u.p_rounded(self.p_forward), self.v) if c.softmax == "normalised" else u.divide(acc, divisor)
+            acc = self.weighed(p, slice(0, keys))
+        o = self.weighed(self.p_forward, slice(0, keys)) if c.softmax == "normalised" else u.divide(acc, divisor)
+        o = self.kernel.raised(o)
         if self.kernel.in_base2:
             lse = (origin + u.log(divisor, base2=True)) * u.number(math.log(2))
         else:
             lse = origin + u.log(divisor, base2=False)
         lse = np.where(empty, u.t(-np.inf), lse)
         return u.store(o), u.store(lse, self.kernel.lse_format)[:, 0]
+
+    def weighed(self, p: Array, part: slice) -> Array:
+        """Probabilities of some keys, without the sink's, times their values."""
+        keys = slice(part.start, min(part.stop, self.s.shape[1]))
+        p = p[:, : max(keys.stop - keys.start, 0)]
+        if self.case.dropout is not None:
+            whole = np.zeros(self.s.shape, dtype=p.dtype)
+            whole[:, keys] = p
+            p = self.dropped(whole)[:, keys]
+        return self.u.matmul(self.u.p_rounded(p), self.value[keys])
 
     def backward(self, o: Array, lse: Array) -> dict[str, Array]:
         case, u, c = self.case, self.u, self.c
@@ -488,14 +563,25 @@ class _Head:
             p = self.p_forward
         else:
             at = np.where(wide == -np.inf, u.t(np.inf), wide)
-            p = u.exp(self.minus(self.s, at * self.kernel.log2e if self.kernel.in_base2 else at))
+            at = at * self.kernel.log2e if self.kernel.in_base2 else at
+            p = u.exp(self.minus(self.s, at))
+            self.p_sink = u.exp(self.minus(self.sink, at))
         p = np.where(self.hidden, u.t(0), p)
-        dp = u.matmul(do, self.v.T)
+        raised = u.flushed(do * self.kernel.z) if case.dropout is not None and c.dropout == "v" else do
+        dp = self.dropped(u.matmul(raised, self.v.T))
+        late = self.kernel.late
         delta = u.rowdot(do, u.load(o)) if c.delta == "o" else u.rowdot(p, dp)
+        if late is not None and c.delta == "p":
+            delta = u.flushed(delta * late)
         if case.dlse is not None:
             delta = delta - case.dlse[self.entry, self.h].astype(u.t)
+        of_sink = -u.flushed(self.p_sink * delta[:, None])
+        if late is not None:
+            delta = u.flushed(delta * self.kernel.chance_kept)
         ds = np.where(self.hidden, u.t(0), u.flushed(p * (dp - delta[:, None])))
-        found = {"ds": ds, "p_in": u.p_rounded(p), "do": do, "q": self.q}
+        found = {"ds": self.kernel.raised(ds), "p_in": u.p_rounded(self.dropped(p)), "do": raised, "q": self.q}
+        if case.sinks is not None:
+            found["dsink"] = of_sink[:, 0]
         if self.t is not None:
             t = self.s_over_cap() if c.slope_from_s else self.t
             ds = np.where(self.hidden, u.t(0), u.flushed(ds * (u.number(1) - t * t)))
@@ -561,8 +647,14 @@ def suits(c: Choices, case: Case) -> bool:
     """False where these choices are not right for a case.
 
     An FMA against a maximum that was rounded alone leaves exp an argument of up to u |m| above 0,
-    which overflows with scores of 1e9: such a kernel is right for smaller scores only.
+    which overflows with scores of 1e9: such a kernel is right for smaller scores only. So is one that
+    leaves the sink out of the maximum: exp(sink - m) must neither overflow nor, where a row sees no
+    key, vanish.
     """
+    if c.sink == "end" and case.sinks is not None:
+        furthest = largest_score(case) + float(np.abs(case.sinks).max())
+        if furthest > (80 if c.wide(case.dtype).name == "float32" else 700):
+            return False
     return c.base2 != "fma" or largest_score(case) < 1e5
 
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from attncheck.kernels.adapters import sdpa
-from attncheck.kernels.adapters.tensors import same_bits, to_array, to_tensor
+from attncheck.kernels.adapters.tensors import nan_in_fresh_memory, place, same_bits, to_array, to_tensor
 from attncheck.kernels.candidate import Candidate, Unsupported
-from attncheck.kernels.loading import from_callable
-from attncheck.oracle.case import Case, Presentation
+from attncheck.kernels.loading import LoadError, from_callable, load
+from attncheck.kernels.presenting import buffer, lay_out
+from attncheck.oracle.case import LAYOUTS, Case, Presentation
 from attncheck.oracle.result import Result
 
 SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -408,7 +409,7 @@ def test_flash_attn_agrees_with_the_reference(case: Case) -> None:
 def test_flash_attn_offers_and_lacks() -> None:
     candidate = from_callable(flash_attn_func, "flash_attn")
     assert candidate.offers == {"o", "lse", "dq", "dk", "dv"}
-    assert candidate.lacks.keys() == {"mask", "bias", "lengths", "causal-top-left", "dlse"}
+    assert candidate.lacks.keys() == {"mask", "bias", "lengths", "causal-top-left", "dlse", "sinks", "dropout"}
     assert candidate.lacks["dlse"] == "it does not declare that its log-sum-exp carries a gradient"
     assert "dlse" not in from_callable(flash_attn_func, "flash_attn", supports=["dlse"]).lacks
 
@@ -624,6 +625,240 @@ def test_refusals_decline_and_other_exceptions_pass() -> None:
         with pytest.raises(type(error)) as caught:
             raises(error).run(case, FLAGS, EVERYTHING)
         assert caught.value is error
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+MEMORIES = [
+    Presentation(layouts=("transposed", "sliced", "contiguous", "sliced"), poison="nan"),
+    Presentation(layouts=("sliced", "contiguous", "transposed", "transposed"), poison="inf"),
+    Presentation(layouts=("contiguous", "transposed", "sliced", "expanded"), route="mask"),
+    Presentation(layouts=("expanded", "expanded", "expanded", "transposed"), poison="huge"),
+]
+
+
+def repeated() -> Case:
+    """Values that are equal along some axes, so that "expanded" has something to do."""
+    case = CASES["plain"]
+    same_rows = {name: np.repeat(getattr(case, name)[:, :, :1], getattr(case, name).shape[2], 2) for name in "qkv"}
+    return replace(case, **same_rows, do=np.ones_like(case.do))
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("case", [*cases("softcap", "dlse"), pytest.param(repeated(), id="repeated")])
+def test_sdpa_agrees_with_the_reference_in_any_memory(case: Case, memory: Presentation) -> None:
+    result = from_callable(SDPA, "sdpa").run(case, memory, EVERYTHING)
+    assert differs(case, result, ("o", "dq", "dk", "dv", "dbias")) is None
+    assert result.mutated == ()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("case", FLASH_CASES)
+def test_flash_attn_agrees_with_the_reference_in_any_memory(case: Case, memory: Presentation) -> None:
+    candidate = from_callable(flash_attn_func, "flash_attn", supports=["dlse"])
+    result = candidate.run(case, memory, EVERYTHING - {"dbias"})
+    assert differs(case, result, ("o", "lse", "dq", "dk", "dv")) is None
+    assert result.mutated == ()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("case", cases("softcap"))
+def test_numpy_agrees_with_the_reference_in_any_memory(case: Case, memory: Presentation) -> None:
+    result = from_callable(numpy_attention, "numpy").run(case, memory, frozenset({"o", "lse"}))
+    assert differs(case, result, ("o", "lse")) is None and result.mutated == ()
+
+
+class Watched(torch.autograd.Function):
+    """Remembers the strides of what arrives on the way forward and back."""
+
+    seen: dict[str, tuple[int, ...]]
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        Watched.seen = {"q": q.stride(), "k": k.stride(), "v": v.stride()}
+        return torch.zeros_like(q, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> Any:  # type: ignore[override]
+        Watched.seen["do"] = do.stride()
+        return do, None, None
+
+
+def test_strides_arrive() -> None:
+    case = replace(draw(hk=4, sq=5, sk=5), do=np.ones((2, 4, 5, 3)))
+    for like, shape in (("sdpa", (2, 4, 5, 3)), ("flash_attn", (2, 5, 4, 3))):
+        kernel = from_callable(Watched.apply, like)
+        memory = Presentation(layouts=("contiguous", "transposed", "sliced", "expanded"))
+        kernel.run(case, memory, frozenset({"o", "dq"}))
+        one, two = shape[1:3]
+        wide = (4, one + 2, two + 2, 3 + 16)
+        assert Watched.seen == {
+            "q": (one * two * 3, two * 3, 3, 1),
+            "k": (one * two * 3, two * 3, 1, two),
+            "v": (wide[1] * wide[2] * wide[3], wide[2] * wide[3], wide[3], 1),
+            "do": (0, 0, 0, 0),
+        }
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_placing_keeps_bits_and_strides(dtype: Any) -> None:
+    for shape in ((2, 3, 4, 5), (1, 1, 1, 1), (0, 2, 3, 4), (2, 1, 0, 3)):
+        for layout in LAYOUTS:
+            view = lay_out(np.random.default_rng(0).standard_normal(shape).astype(dtype), layout, np.nan)
+            tensor, whole = place(view)
+            assert to_array(tensor).tobytes() == view.tobytes() and tuple(tensor.shape) == shape
+            assert list(tensor.stride()) == [n // view.itemsize for n in view.strides]
+            tensor.fill_(1)  # it is a view: what is written to it shows in the whole, and nowhere else
+            assert int((whole == 1).sum()) == view.size
+
+
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """What a kernel reads that takes any tensor to be contiguous."""
+    contiguous = [math.prod(x.shape[n + 1 :]) for n in range(x.ndim)]
+    return x.as_strided(x.shape, contiguous)
+
+
+class OfPackedGradient(torch.autograd.Function):
+    """The identity, which hands back do as if it were contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, o: torch.Tensor) -> torch.Tensor:
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> Any:  # type: ignore[override]
+        return packed(do)
+
+
+def test_kernels_that_ignore_strides_are_seen() -> None:
+    case = draw(hk=4)
+    memory = Presentation(layouts=("contiguous", "contiguous", "transposed", "contiguous"))
+    of_v = from_callable(lambda q, k, v: SDPA(q, k, packed(v)), "sdpa")
+    assert differs(case, of_v.run(case, FLAGS, frozenset({"o"})), ("o",)) is None
+    assert differs(case, of_v.run(case, memory, frozenset({"o"})), ("o",)) == "o"
+    memory = Presentation(layouts=("contiguous", "contiguous", "contiguous", "transposed"))
+    of_do = from_callable(lambda q, k, v: OfPackedGradient.apply(SDPA(q, k, v)), "sdpa")
+    assert differs(case, of_do.run(case, FLAGS, EVERYTHING), ("o", "dq", "dk", "dv")) is None
+    assert differs(case, of_do.run(case, memory, EVERYTHING), ("o", "dq", "dk", "dv")) == "dq"
+    of_q = from_callable(
+        lambda q, k, v, scale: numpy_attention(np.resize(buffer(q), q.shape), k, v, scale=scale, mask=None, bias=None),
+        "numpy",
+    )
+    assert differs(case, of_q.run(case, FLAGS, frozenset({"o"})), ("o",)) is None
+    memory = Presentation(layouts=("sliced", "contiguous", "contiguous", "contiguous"))
+    assert differs(case, of_q.run(case, memory, frozenset({"o"})), ("o",)) == "o"
+
+
+def test_writing_beside_a_slice_changes_the_input() -> None:
+    def torch_writes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k.as_strided((1,), (1,), 0).zero_()
+        return SDPA(q, k, v)
+
+    def numpy_writes(q: np.ndarray, k: np.ndarray, v: np.ndarray, **rest: Any) -> np.ndarray:
+        np.lib.stride_tricks.as_strided(v, (v.shape[3] + 1,), v.strides[3:])[-1] = 0
+        return v
+
+    sliced = Presentation(layouts=("sliced", "sliced", "sliced", "sliced"), poison="nan")
+    case = draw(hk=4)
+    assert from_callable(torch_writes, "sdpa").run(case, sliced, frozenset({"o"})).mutated == ("k",)
+    assert from_callable(numpy_writes, "numpy").run(case, sliced, frozenset({"o"})).mutated == ("v",)
+
+
+def test_a_mask_does_not_owe_padding_but_hidden_poison_reaches_it() -> None:
+    """0 times NaN is NaN in a right kernel that masks P: only who asks for hidden poison gets it."""
+    case = CASES["lengths"]
+    for poison in ("nan", "inf", "huge"):
+        result = from_callable(SDPA, "sdpa").run(case, Presentation(poison=poison), EVERYTHING)
+        assert differs(case, result, ("o", "dq", "dk", "dv")) is None
+    hidden = Presentation(poison="nan", poison_hidden=True)
+    assert differs(case, from_callable(SDPA, "sdpa").run(case, hidden, EVERYTHING), ("o",)) == "o"
+    assert differs(case, from_callable(numpy_attention, "numpy").run(case, hidden, EVERYTHING), ("o",)) == "o"
+
+    def selects(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor) -> torch.Tensor:
+        unseen = ~attn_mask.any(dim=-2)[..., None]
+        return SDPA(query, key.masked_fill(unseen, 0), value.masked_fill(unseen, 0), attn_mask=attn_mask)
+
+    whole = replace(case, k=np.repeat(case.k, 2, 1), v=np.repeat(case.v, 2, 1))
+    result = from_callable(selects, "sdpa").run(whole, hidden, EVERYTHING)
+    assert differs(whole, result, ("o", "dq", "dk", "dv")) is None
+
+
+class LeavesRows(torch.autograd.Function):
+    """Writes all rows but the last of its output and of its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        o = torch.empty_like(v)
+        o[:, :, :-1] = v[:, :, :-1]
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor) -> Any:  # type: ignore[override]
+        dv = torch.empty_like(do)
+        dv[:, :, :-1] = do[:, :, :-1]
+        return do, do, dv
+
+
+def test_memory_that_is_never_written_shows() -> None:
+    case = draw(hk=4, sq=5)
+    result = from_callable(LeavesRows.apply, "sdpa").run(case, Presentation(poison="inf"), EVERYTHING)
+    assert result.o is not None and result.dv is not None
+    for array in (result.o, result.dv):
+        assert np.isnan(array[:, :, -1]).all() and np.isfinite(array[:, :, :-1]).all()
+
+
+def test_fresh_memory_is_as_before_afterwards() -> None:
+    from torch.utils import deterministic
+
+    def state() -> tuple[bool, bool, bool]:
+        enabled = torch.are_deterministic_algorithms_enabled()
+        return enabled, torch.is_deterministic_algorithms_warn_only_enabled(), deterministic.fill_uninitialized_memory
+
+    before = state()
+    for mode in ((False, False), (True, False), (True, True)):
+        try:
+            torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+            deterministic.fill_uninitialized_memory = False
+            with pytest.raises(KeyError), nan_in_fresh_memory(True):
+                assert torch.empty(3).isnan().all()
+                raise KeyError
+            with nan_in_fresh_memory(False):
+                assert state() == (*mode, False)
+            assert state() == (*mode, False)
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            deterministic.fill_uninitialized_memory = before[2]
+
+
+def test_pages_sinks_and_dropout_are_declined() -> None:
+    pages, case = Presentation(page_size=2), draw(hk=4)
+    functions = {"sdpa": SDPA, "flash_attn": flash_attn_func, "numpy": numpy_attention, "case": lambda case: Result()}
+    for like, function in functions.items():
+        candidate = from_callable(function, like)
+        words = "f(case)" if like == "case" else like
+        assert not candidate.takes_pages and candidate.refuses(pages) == "it takes no pages of keys and values"
+        with pytest.raises(Unsupported) as refusal:
+            candidate.run(case, pages, frozenset({"o"}))
+        assert str(refusal.value) == f"the {words} convention has no pages of keys and values"
+        assert ({"sinks", "dropout"} <= candidate.lacks.keys()) == (like != "case")
+        assert ("dsink" in candidate.offers) == (like == "case")
+    told = from_callable(lambda case, presentation, want: Result(o=np.array(presentation.page_size)), "case")
+    assert told.takes_pages and told.refuses(pages) is None and told.run(case, pages, EVERYTHING).o == 2
+    assert told.takes_layouts == frozenset(LAYOUTS)
+    assert from_callable(functions["case"], "case").takes_layouts == {"contiguous"}
+
+
+def test_promises_are_declared_and_not_assumed() -> None:
+    assert from_callable(SDPA, "sdpa").promises == frozenset()
+    for like, function in (("sdpa", SDPA), ("flash_attn", flash_attn_func), ("numpy", numpy_attention)):
+        assert from_callable(function, like, promises=["strided"]).promises == {"strided"}
+    assert load("torch-sdpa-math", promises=["masked-not-read"]).promises == {
+        "repeatable",
+        "strided",
+        "masked-not-read",
+    }
+    with pytest.raises(LoadError, match="promises names 'fast'; accepted are repeatable, batch-invariant, strided"):
+        from_callable(SDPA, "sdpa", promises=["fast"])
 
 
 # -- bits ------------------------------------------------------------------------------------

@@ -11,6 +11,11 @@ Terms that no test here can isolate, because others are always as large in NumPy
   on the stored log-sum-exp. The log-sum-exp's own roundings are never smaller in these kernels.
 - P kept from the forward pass: exp and division of a second path; the stored log-sum-exp's bound is
   mostly larger.
+- the two roundings of a sink's score: it meets scores that round as often, and a log-sum-exp no smaller.
+- the distance of a sink from a maximum that it was left out of: 3 u of it in its weight and in the
+  maximum, where the log of the sum errs as much in these kernels. Its log has a test.
+- D brought down below the smallest normal number, 2 / (1 - p) of it: the products of dP underflow alike.
+- products of errors, u_p with that of dropout: smaller by a unit than what they multiply.
 - a pairwise tree over the axis: an element is added log2(places) times at most and n - 1 times at
   most; a tree deep enough to tell the two apart needs a million keys.
   ``test_growth_counts_what_an_element_passes_through`` counts by brute force.
@@ -24,6 +29,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,11 +49,11 @@ from attncheck.properties.verdict import Outcome, Verdict
 from .attack import climb, errors, pairs, ratio, verdicts
 from .right import PLAIN, Choices, choices, solve
 
-OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias")
+OUTPUTS = ("o", "lse", "dq", "dk", "dv", "dbias", "dsink")
 
 
 def case_of(dtype: str, *, bias_dtype: str | None = None, **fields: Any) -> Case:
-    """A case from nested lists; q, k, v, do as rows of one head, or with all four axes."""
+    """A case from nested lists; q, k, v, do as rows of one head, or with all four axes. Dropout keeps all."""
     storage, wide = FORMATS[dtype].dtype, FORMATS["float64" if dtype == "float64" else "float32"].dtype
     for name in ("q", "k", "v", "do"):
         if name in fields:
@@ -56,6 +62,10 @@ def case_of(dtype: str, *, bias_dtype: str | None = None, **fields: Any) -> Case
     if "dlse" in fields:
         x = np.array(fields["dlse"], dtype=np.float64)
         fields["dlse"] = x.reshape((1,) * (3 - x.ndim) + x.shape).astype(wide)
+    if "sinks" in fields:
+        fields["sinks"] = np.array(fields["sinks"], dtype=wide)
+    if "dropout" in fields:
+        fields["keep"] = np.ones((1, 1), dtype=bool)
     if "bias" in fields:
         fields["bias"] = np.array(fields["bias"]).astype(FORMATS[bias_dtype or dtype].dtype)
     return Case(**fields)
@@ -94,6 +104,7 @@ def test_right_kernels_hold_where_cases_are_bent_against_them(
         if case.q.size * case.k.size > 0
         and math.prod(case.shape[:5]) <= 60
         and (output != "dbias" or case.bias is not None)
+        and (output != "dsink" or case.sinks is not None)
     )
     worst = 0.0
     for start, first in islice(small, 3):
@@ -135,11 +146,15 @@ def ties(n: int, unit: float = 2.0**-24) -> list[float]:
 
 T16, T32 = FORMATS["float16"].tiny, FORMATS["float32"].tiny
 SPREAD = (np.arange(512) % 8 == 0)[None, :]  # one visible key in each chain of eight
+#: the seed of planted errors that all point the same way where keys are "far" apart
+ALIKE = 296
 BELOW_A_TIE = -16.6356  # exp of it is a little less than 2^-24
 
 
 def terms() -> list[Term]:
     zero, two = [[0.0]], [[0.0], [0.0]]
+    # the third key's probability is off by exp, division and the row sum, whose second term alone errs
+    far = {"q": [[1.0]], "k": [[0.0], [-0.1], [-8.0]], "scale": 1.0}
     first_tie = {"q": [[1.0]], "k": [[0.0]] + [[BELOW_A_TIE]] * 63, "do": [[0.0]], "scale": 1.0}
     return [
         Term(
@@ -222,8 +237,8 @@ def terms() -> list[Term]:
         ),
         Term(
             "exp",
-            "(1 + steps[..., None]) * p.u_exp",
-            "0 * steps[..., None]",
+            "(1 + raised) * p.u_exp",
+            "0 * raised",
             "o",
             case_of("float64", q=[[1.0]], k=[[0.0], [1.0]], v=[[1.0], [0.0]]),
             right(exp_units=64.0),
@@ -247,24 +262,24 @@ def terms() -> list[Term]:
         ),
         Term(
             "division by the row sum",
-            "r.steps * u + divided\n",
-            "r.steps * u\n",
+            "growth(p, r.keys, places) + divided\n",
+            "growth(p, r.keys, places)\n",
             "o",
             one_key("float64", v=[[1.0]]),
             right(exp_units=64.0),
         ),
         Term(
             "sums of P V",
-            "summed = growth(p, r.count, places) + ",
-            "summed = ",
+            "summed = growth(p, r.keys, places) + ",
+            "summed = 0 * r.keys + ",
             "o",
             case_of("float32", q=[[-1.0]], k=[[0.0], [-0.125]], v=[[1.0], [0.0]]),
             right(operands="tf32 cut"),
         ),
         Term(
             "row sum, in o",
-            "row_sum = growth(p, r.count, places, matmul=False) + r.steps * u",
-            "row_sum = r.steps * u",
+            "row_sum = growth(p, r.count, places, matmul=False) + ",
+            "row_sum = ",
             "o",
             # both sums lose every term after the first, in directions that add up in the quotient
             case_of("float32", **first_tie, v=[[1.5]] + [[-1.0]] * 63),
@@ -280,16 +295,16 @@ def terms() -> list[Term]:
         ),
         Term(
             "a row summed first weighs each key twice",
-            "twice = np.where(r.steps > 0, (most * twice).sum(axis=3), 0.0)",
-            "twice = 0 * r.steps",
+            "twice = (most * twice).sum(axis=3)",
+            "twice = 0 * row_sum",
             "o",
             case_of("float64", q=[[1.0]], k=np.arange(32.0)[:, None] / 64, v=np.ones((32, 1)), scale=1.0),
             right(softmax="two-pass", key_block=1, exp_units=64.0, sign="+"),
         ),
         Term(
             "P rounded",
-            "(p.u_p + summed * (1 + p.u_p))",
-            "summed",
+            "inexact = p.u_p + s.u_z * (1 + p.u_p)",
+            "inexact = s.u_z",
             "o",
             case_of("float16", q=[[1.0]], k=[[0.0], [0.125]], v=[[-1.0], [1.0]]),
             right(rounds_p="cut"),
@@ -304,8 +319,8 @@ def terms() -> list[Term]:
         ),
         Term(
             "V read as 0",
-            "(s.tiny_in * most.sum(axis=3) + p.tiny)",
-            "(0 * most.sum(axis=3) + p.tiny)",
+            "+ s.tiny_in * most.sum(axis=3)[..., None])",
+            ")",
             "o",
             case_of("float16", q=zero, k=two, v=[[1.9 * T16], [0.99 * T16]]),
             right(flush=True),
@@ -326,7 +341,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "log",
-            "max(p.u_exp, u) * (log_sum + moved + sums_and_exp)",
+            "max(p.u_exp, u) * (log_sum + np.abs(r.apart) + moved + sums_and_exp)",
             "0",
             "lse",
             case_of("float64", q=zero, k=np.zeros((64, 1)), v=np.zeros((64, 1))),
@@ -391,7 +406,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "dS underflows",
-            "+ np.minimum(s.tiny_p, ds + y)",
+            "+ np.minimum(s.z_max * s.tiny_p, ds + y)",
             "",
             "dq",
             one_key("float16", k=[[1000.0]], dlse=5e-5, scale=1.0),
@@ -399,8 +414,8 @@ def terms() -> list[Term]:
         ),
         Term(
             "dS times the cap's slope underflows",
-            "+ u * (ds * slope + ds_error) + s.tiny_p",
-            "+ u * (ds * slope + ds_error)",
+            "+ np.minimum(s.z_max * s.tiny_p, through)",
+            "",
             "dq",
             one_key("float16", q=[[4.0]], k=[[3.0]], dlse=1.0, softcap=2.0),
             right(rounds_p="nearest", flush=True),
@@ -424,7 +439,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "sums of dQ",
-            '"sums": s.scale * (growth(p, n, case.shape[4]) + _roundings(4, u)) * ds_k',
+            '"sums": s.scale * (growth(p, n, places) + _roundings(4, u)) * ds_k',
             '"sums": 0 * ds_k',
             "dq",
             one_key("float32", k=[[1.0]], dlse=-0.5082716941833496),
@@ -440,7 +455,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "sums of dV",
-            '"sums": growth(p, n, places) * self.dv["total"] * (1 + p.u_p)',
+            '"sums": growth(p, n, places) * self.dv["total"] * (1 + p.u_p) * (1 + s.u_z)',
             '"sums": 0 * self.dv["total"]',
             "dv",
             one_key("float32", do=[[1.3040000200271606]]),
@@ -496,7 +511,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "P underflows, in dV",
-            'self.dv["underflow"] += over_rows(np.minimum(most, s.tiny_p), do_abs)',
+            'self.dv["underflow"] += s.z_max * over_rows(np.minimum(most, s.tiny_p), do_abs)',
             "pass",
             "dv",
             case_of("float16", q=[[3.0]], k=[[32.0], [0.0]], v=two, do=[[128.0]], scale=0.125),
@@ -512,7 +527,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "dK and dQ underflow",
-            "+ max(1.0, s.scale) * n * s.tiny_u + s.p.tiny",
+            "+ max(1.0, s.scale) * n * s.z_max * s.tiny_u + s.p.tiny",
             "",
             "dk",
             case_of("float16", q=[[0.0009765625]], k=two, v=[[0.0], [0.000244140625]], do=[[-1.5]]),
@@ -520,7 +535,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "dV underflows",
-            '* self.mass["dv"] + p.tiny + n * s.tiny_u',
+            '* self.mass["dv"] + p.tiny + n * s.z_max * s.tiny_u',
             '* self.mass["dv"]',
             "dv",
             case_of("float16", q=[[32.0]], k=[[1.0], [0.0]], v=two, do=[[1.0]], scale=0.5),
@@ -528,7 +543,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "dS scaled before it is rounded, in dQ",
-            'parts["dS scaled before it is rounded"] = np.minimum(s.tiny_p, s.scale * largest) @ k_abs',
+            'parts["dS scaled before it is rounded"] = np.minimum(s.z_max * s.tiny_p, s.scale * largest) @ k_abs',
             "pass",
             "dq",
             one_key("float16", k=[[1000.0]], dlse=1.0, scale=2.0**-15),
@@ -612,11 +627,176 @@ def terms() -> list[Term]:
         ),
         Term(
             "a sum of unnormalised weights may overflow",
-            "sums = r.seen.astype(np.float64) @ v_abs > s.acc_max",
+            "sums = (z * r.seen) @ v_abs > s.acc_max",
             "sums = np.zeros(o.shape, dtype=bool)",
             "o",
             case_of("float32", q=zero, k=two, v=[[3e38], [3e38]]),
             PLAIN,
+        ),
+        # sinks
+        Term(
+            "a sink is a step of its own",
+            " + (s.sinks is not None)\n",
+            "\n",
+            "lse",
+            case_of("float64", q=[[1.0]], k=[[-0.4]] + [[-0.5]] * 16, v=np.zeros((17, 1)), scale=1.0, sinks=[0.0]),
+            right(sink="last", exp_units=1024.0, sign="+"),
+        ),
+        Term(
+            "log of a sum that a sink left out of the maximum dominates",
+            "(log_sum + np.abs(r.apart) + moved",
+            "(log_sum + moved",
+            "lse",
+            case_of("float64", q=[[1.0]], k=[[-20.0]], v=zero, scale=1.0, sinks=[0.0]),
+            right(sink="end", exp_units=64.0),
+        ),
+        Term(
+            "log of a sum that is the sink alone",
+            "np.maximum(logp[..., -1] - of_keys, 0.0), lam)",
+            "np.maximum(logp[..., -1] - of_keys, 0.0), 0.0)",
+            "lse",
+            case_of("float64", q=zero, k=zero, v=zero, sinks=[10.0], mask=np.zeros((1, 1), dtype=bool)),
+            right(sink="end", exp_units=64.0),
+        ),
+        Term(
+            "errors of the sink's dS",
+            '"errors of dS": sink["error"]',
+            '"errors of dS": 0 * sink["error"]',
+            "dsink",
+            case_of("float64", q=zero, k=zero, v=zero, do=zero, dlse=[1.0], sinks=[0.5]),
+            right(exp_units=64.0),
+        ),
+        Term(
+            "sums of dsink",
+            '"sums": growth(p, sink["count"], b * sq, matmul=False) * sink["total"]',
+            '"sums": 0 * sink["total"]',
+            "dsink",
+            case_of(
+                "float32", q=np.ones((64, 1)), k=[[-200.0]], v=zero, do=np.zeros((64, 1)), dlse=ties(64), sinks=[0.0]
+            ),
+            right(order="up", exp_units=1.0),
+        ),
+        Term(
+            "dsink underflows",
+            '"underflow": np.full_like(sink["error"], stored.tiny)',
+            '"underflow": np.full_like(sink["error"], s.tiny_u)',
+            "dsink",
+            case_of("float32", q=[[1.0]], k=[[-200.0]], v=zero, do=zero, dlse=[0.9 * T32], scale=1.0, sinks=[0.0]),
+            right(accumulator="float64", flush=True),
+        ),
+        Term(
+            "storing dsink",
+            "_bound(exact, parts, stored.unit,",
+            "_bound(exact, parts, s.tiny_u,",
+            "dsink",
+            case_of(
+                "float32",
+                q=[[1.0]] * 2,
+                k=[[-200.0]],
+                v=zero,
+                do=two,
+                dlse=[1.0, 0.9 * 2.0**-24],
+                scale=1.0,
+                sinks=[0.0],
+            ),
+            right(accumulator="float64"),
+        ),
+        # dropout
+        Term(
+            "the factor of dropout, in o",
+            "inexact = p.u_p + s.u_z * (1 + p.u_p)",
+            "inexact = p.u_p",
+            "o",
+            one_key("float64", v=[[1.0]], dropout=0.5),
+            right(dropout="divided", exp_units=64.0, sign="+"),
+        ),
+        Term(
+            "the factor of dropout, in dV",
+            "(p.u_p + s.u_z * (1 + p.u_p)) * over_rows(most_z, do_abs)",
+            "p.u_p * over_rows(most_z, do_abs)",
+            "dv",
+            case_of("float64", **far, v=np.zeros((3, 1)), do=[[1.0]], dropout=0.5),
+            right(dropout="divided", kept_p=True, exp_units=1024.0, sign=ALIKE),
+        ),
+        Term(
+            "the factor of dropout, in dP",
+            "+ s.u_z * dov)",
+            ")",
+            "dk",
+            case_of("float64", **far, v=[[0.0], [0.0], [1.0]], do=[[1.0]], dropout=0.5),
+            right(dropout="divided", kept_p=True, exp_units=1024.0, sign=ALIKE),
+        ),
+        Term(
+            "dS waits for the factor of dropout",
+            "dp_delta + (s.u_z + u) * (delta_abs + delta_error[..., None] + dlse_abs)",
+            "dp_delta",
+            "dk",
+            case_of("float64", **far, v=np.zeros((3, 1)), do=[[0.0]], dlse=[1.0], dropout=0.5),
+            right(dropout="end", kept_p=True, exp_units=1024.0, sign=ALIKE),
+        ),
+        Term(
+            "P underflows before the factor of dropout",
+            "s.z_max * (np.minimum(most, s.tiny_p) @ v_abs",
+            "(np.minimum(most, s.tiny_p) @ v_abs",
+            "o",
+            case_of("float16", q=[[1.0]], k=[[0.0], [-10.0]], v=[[0.0], [15000.0]], scale=1.0, dropout=0.75),
+            right(rounds_p="nearest", flush=True, dropout="end"),
+        ),
+        Term(
+            "P underflows before the factor of dropout, in dV",
+            'self.dv["underflow"] += s.z_max * over_rows(',
+            'self.dv["underflow"] += over_rows(',
+            "dv",
+            case_of("float16", q=[[3.0]], k=[[32.0], [0.0]], v=two, do=[[128.0]], scale=0.125, dropout=0.75),
+            right(rounds_p="nearest", flush=True, dropout="end"),
+        ),
+        Term(
+            "dS underflows before the factor of dropout",
+            "+ np.minimum(s.z_max * s.tiny_p, ds + y)",
+            "+ np.minimum(s.tiny_p, ds + y)",
+            "dq",
+            one_key("float16", k=[[1000.0]], dlse=2e-4, scale=1.0, dropout=0.75),
+            right(rounds_p="nearest", flush=True, dropout="end"),
+        ),
+        Term(
+            "dS times the cap's slope underflows before the factor of dropout",
+            "+ np.minimum(s.z_max * s.tiny_p, through)",
+            "+ np.minimum(s.tiny_p, through)",
+            "dq",
+            one_key("float16", q=[[2.0**-7]], k=[[1024.0]], dlse=1.0, softcap=2.0, dropout=0.96875),
+            right(rounds_p="nearest", flush=True, dropout="end"),
+        ),
+        Term(
+            "dS scaled before it is rounded, and before the factor of dropout, in dQ",
+            "np.minimum(s.z_max * s.tiny_p, s.scale * largest) @ k_abs",
+            "np.minimum(s.tiny_p, s.scale * largest) @ k_abs",
+            "dq",
+            one_key("float16", k=[[1000.0]], dlse=1.0, scale=2.0**-13, dropout=0.75),
+            right(rounds_p="nearest", ds_scaled_first=True, flush=True, dropout="end"),
+        ),
+        Term(
+            "dS scaled before it is rounded, and before the factor of dropout, in dK",
+            "over_rows(np.minimum(s.z_max * s.tiny_p, s.scale * largest), r.q_abs)",
+            "over_rows(np.minimum(s.tiny_p, s.scale * largest), r.q_abs)",
+            "dk",
+            one_key("float16", q=[[1000.0]], dlse=1.0, scale=2.0**-13, dropout=0.75),
+            right(rounds_p="nearest", ds_scaled_first=True, flush=True, dropout="end"),
+        ),
+        Term(
+            "products of dQ underflow before the factor of dropout",
+            "n * s.z_max * s.tiny_u + s.p.tiny)",
+            "n * s.tiny_u + s.p.tiny)",
+            "dq",
+            one_key("float32", k=[[0.99 * 2.0**-26]], dlse=2.0**-98, scale=1.0, dropout=0.75),
+            right(flush=True, dropout="end"),
+        ),
+        Term(
+            "the factor of dropout may overflow",
+            "return over | s.z_over",
+            "return over",
+            "o",
+            one_key("float16", v=[[0.01]], dropout=1 - 2.0**-18),
+            right(rounds_p="nearest"),
         ),
     ]
 
@@ -767,6 +947,44 @@ def test_growth_counts_what_an_element_passes_through(chain: int | None) -> None
             assert deepest <= allowed
             if chain is None:
                 assert deepest == allowed  # and no more than is needed
+
+
+def test_scores_that_may_come_out_larger_are_counted() -> None:
+    """Against all pairs, and against the maximum's raises in every order of the keys."""
+    rng = np.random.default_rng(5)
+    for _ in range(200):
+        n = int(rng.integers(1, 6))
+        score = np.round(2 * rng.standard_normal(n)) / 2
+        e, seen = rng.choice([0.0, 1e-3, 0.25, 0.5, np.inf], size=n), rng.random(n) < 0.8
+        found = bounds_module._larger(score[None, None, None], e[None, None, None], seen[None, None, None])[0, 0, 0]
+        off = np.where(np.isfinite(e), e, 10.0) * rng.uniform(-1, 1, n)
+        computed = score + off
+        for j in np.flatnonzero(seen):
+            others = [k for k in np.flatnonzero(seen) if k != j]
+            assert found[j] >= sum(score[k] + e[k] >= score[j] - e[j] for k in others)
+            most = sum(score[k] + e[k] >= score[j] - e[j] - 1e-9 for k in others)
+            assert min(found[j], len(others)) <= most
+            for order in itertools.permutations(np.flatnonzero(seen)):
+                highest = np.maximum.accumulate(computed[list(order)])[order.index(j) :]
+                raises = int((np.diff(highest) > 0).sum()) + (highest[0] > computed[j])
+                assert raises <= found[j]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_factor_of_dropout_rounds_no_more_than_is_counted(dtype: Any) -> None:
+    rng = np.random.default_rng(6)
+    profile = replace(right().profile(dtype.__name__), u_exp=0.0)
+    largest = 0.0
+    for _ in range(2000):
+        chance = float(np.float32(rng.choice([rng.random(), rng.random() / 2, 2.0 ** -rng.integers(1, 30)])))
+        left, x = dtype(1) - dtype(chance), dtype(1 + rng.random())
+        exactly = Fraction(float(x)) / (1 - Fraction(chance))
+        for got in (x * (dtype(1) / left), x / left):
+            off = abs(float(Fraction(float(got)) / exactly - 1))
+            allowed = bounds_module._of_dropout(chance, profile)
+            assert off <= allowed
+            largest = max(largest, off / allowed)
+    assert largest > 0.6  # and not many more
 
 
 def test_roundings_compound() -> None:

@@ -62,10 +62,11 @@ def test_failing_cases_are_small_in_the_median() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("candidate", [NUMPY_BLOCKED, RIGHT], ids=lambda c: c.name)
 def test_right_kernels_hold(candidate: Candidate, dtype: str) -> None:
-    for name in PROPERTIES:
-        tally = check(candidate, name, dtype, examples=60, seed=11)
-        assert tally.failure is None, tally.failure and tally.failure.verdict.sentence
-        assert tally.judged > 30 and tally.examples == 60
+    for name, prop in PROPERTIES.items():
+        if prop.every == 1:
+            tally = check(candidate, name, dtype, examples=60, seed=11)
+            assert tally.failure is None, tally.failure and tally.failure.verdict.sentence
+            assert tally.judged > 30 and tally.examples == 60
 
 
 def with_run(run: object, **changes: object) -> Candidate:

@@ -369,4 +369,4 @@ def test_zero_sizes(sizes: tuple[int, int, int]) -> None:
 
 def test_without_an_upstream_gradient_there_are_no_gradients() -> None:
     answer = define(plain(do=None, dlse=None, bias=draw(6, 2, 4, 3, 4)))
-    assert [getattr(answer, name) for name in (*GRADIENTS, "ds")] == [None] * 5
+    assert [getattr(answer, name) for name in (*GRADIENTS, "ds")] == [None] * 6

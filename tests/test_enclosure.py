@@ -163,3 +163,13 @@ def test_definition_and_engine_agree_on_missing_outputs() -> None:
     case = Case(normal(1, 1, 2, 2), normal(1, 1, 2, 2), normal(1, 1, 2, 2))
     assert exact(case).dq is None and define(case).dq is None
     assert mpmath.isfinite(define(case).o[0, 0, 0, 0])
+
+
+def test_a_ball_that_is_narrower_than_the_definition_rounds_is_no_disagreement() -> None:
+    """Scores of 1e-40 and values that cancel: 1 + x is exact in the ball, the definition rounds it."""
+    bits = np.array([[[[2.0**-67]]]])
+    k = np.array([[[[2.0**-66], [-(2.0**-67)], [2.0**-68]]]])
+    case = Case(q=bits, k=k, v=np.array([[[[-2.0], [4.0], [-2.0]]]]), scale=2.0)
+    found = exact(case)
+    assert found.o.rad[0, 0, 0, 0] < 2.0 ** -(found.bits + 64)
+    compare_engines(case)

@@ -51,8 +51,17 @@ def small() -> Record:
         k_lengths=(1,),
         mask=np.array([True]),
         bias=np.array([[-np.inf]], dtype=np.float16),
+        sinks=np.array([-1.5], dtype=np.float32),
+        dropout=0.25,
+        keep=np.array([True]),
     )
-    return Record(case, Presentation("mask", (1, 2), (3,)), answers(case), SEEN)
+    shown = Presentation("mask", (1, 2), (3,), ("sliced", "transposed", "expanded", "contiguous"), "nan", 2, True)
+    return Record(case, shown, answers(case), SEEN)
+
+
+def replace_case(record: Record, **changes: Any) -> Record:
+    case = replace(record.case, **changes)
+    return Record(case, record.presentation, answers(case), record.seen)
 
 
 def large(dtype: str = "float32") -> Record:
@@ -138,7 +147,9 @@ def test_a_record_says_what_it_holds() -> None:
     assert document["case"]["q"] == {"dtype": "float16", "shape": [1, 1, 1, 1], "data": [[[["0x1.8p+0"]]]]}
     assert document["case"]["mask"]["data"] == "1"
     assert document["case"]["bias"]["data"] == [["-inf"]]
-    assert document["expected"]["lse"] == {"shape": [1, 1, 1], "data": [[["-inf"]]]}
+    assert document["expected"]["lse"] == {"shape": [1, 1, 1], "data": [[["-1.5"]]]}  # the sink alone
+    row = dumps(replace_case(small(), sinks=None))[0]
+    assert json.loads(row)["expected"]["lse"]["data"] == [[["-inf"]]]
     assert "±2.1e-7" in text  # readable as it is
 
 
@@ -157,7 +168,7 @@ def test_every_field_of_a_case_is_saved() -> None:
     arrays = {f.name for f in fields(Case) if "ndarray" in str(f.type)}
     assert arrays == module._ARRAYS, "a new array field needs a place in the format, and a new version"
     others = {f.name for f in (*fields(Case), *fields(Presentation))} - arrays
-    assert others == module._FLOATS | module._TUPLES | {"causal", "route"}
+    assert others == module._FLOATS | module._TUPLES | set(module._KINDS) | {"causal", "route", "poison"}
 
 
 def test_hex_floats_are_exact_or_refused() -> None:
@@ -301,7 +312,7 @@ BAD: dict[str, tuple[Callable[[Any], None], str]] = {
     "version true": (changed("version", to=True), "version is True; it must be an integer"),
     "unknown field": (changed("extra", to=1), "the document has the unknown field 'extra'"),
     "missing field": (without("seen"), "the document lacks the field 'seen'"),
-    "unknown case field": (changed("case", "dropout", to=0.5), "case has the unknown field 'dropout'"),
+    "unknown case field": (changed("case", "rotary", to=0.5), "case has the unknown field 'rotary'"),
     "missing case field": (without("case", "bias"), "case lacks the field 'bias'"),
     "case of another type": (changed("case", to=[1]), r"case is \[1\]; it must be an object with the fields q, k, v"),
     "missing q": (changed("case", "q", to=None), "case.q is null; it must be an array"),

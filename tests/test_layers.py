@@ -33,7 +33,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
 }
 
 #: modules of kernels/ that are not kernels, and may be imported by one another and by kernels
-SHARED_BY_KERNELS = ("candidate", "loading", "adapters", "isolated")
+SHARED_BY_KERNELS = ("candidate", "loading", "adapters", "isolated", "presenting")
 
 
 def layer_of(module: str) -> str:

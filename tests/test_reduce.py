@@ -33,7 +33,7 @@ PREDICATES: dict[str, tuple[Predicate, int, int]] = {
     "a ragged key tail": (lambda c, p: c.shape[4] % 4 == 1 and c.shape[4] > 4, 1, 5),
     "an empty row": (lambda c, p: "empty-row" in features(c), 1, 1),
     "ascending scores": (ascending_scores, 1, 2),
-    "ragged blocks": (lambda c, p: p.k_blocks is not None and c.shape[4] > 1, 1, 2),
+    "ragged blocks": (lambda c, p: p.k_blocks is not None and c.shape[4] > 1 and 0 not in c.shape, 1, 2),
     "a hidden key": (lambda c, p: bool((~visible(c)).any()), 1, 2),
 }
 

@@ -25,6 +25,7 @@ from attncheck.oracle.formats import FORMATS
 from attncheck.oracle.result import Result
 from attncheck.properties import campaign
 from attncheck.properties.catalogue import PROPERTIES
+from attncheck.properties.verdict import Outcome
 
 from .triton_faults import FAULTS
 
@@ -42,10 +43,10 @@ def way(name: str) -> Candidate:
 def case(
     dtype: str = "float32",
     *,
-    b: int = 2,
-    heads: tuple[int, int] = (4, 2),
-    rows: int = 11,
-    keys: int = 13,
+    b: int = 1,
+    heads: tuple[int, int] = (2, 1),
+    rows: int = 9,
+    keys: int = 6,
     d: int = 5,
     dv: int = 3,
     **fields: object,
@@ -75,10 +76,22 @@ def assert_same_bits(a: Result, b: Result, names: frozenset[str] = ALL) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_is_violated(dtype: str) -> None:
     candidate = load("triton")
+    judged = 0
     for name in PROPERTIES:
-        tally = campaign.check(candidate, name, dtype, examples=12, seed=1)
+        tally = campaign.check(candidate, name, dtype, examples=3, seed=1)
         assert tally.failure is None, tally.failure.verdict.sentence  # type: ignore[union-attr]
-        assert tally.judged and not tally.declined
+        assert tally.judged + tally.vacuous + tally.declined == tally.examples
+        judged += tally.judged
+    assert judged > 30
+
+
+@pytest.mark.parametrize(("d", "dv"), [(17, 3), (3, 130), (256, 256)])
+def test_wide_heads_hold_their_bounds(d: int, dv: int) -> None:
+    bias = np.linspace(-1, 1, 6, dtype=np.float32)
+    given = case(d=d, dv=dv, rows=4, heads=(1, 1), bias=bias, causal="top-left")
+    for name in ("output", "lse", "dq", "dk", "dv", "dbias"):
+        verdict = PROPERTIES[name].judge(load("triton"), given, Presentation())
+        assert verdict.outcome is Outcome.HOLDS, verdict.sentence
 
 
 def test_it_says_where_it_runs() -> None:
@@ -99,7 +112,7 @@ def test_its_calls_follow_the_conventions_of_others(like: str) -> None:
     )
     assert {"o", "dq", "dk", "dv"} <= candidate.offers
     for dtype, prop in (("float32", "dq"), ("float16", "output"), ("bfloat16", "dk")):
-        tally = campaign.check(candidate, prop, dtype, examples=20, seed=2)
+        tally = campaign.check(candidate, prop, dtype, examples=8, seed=2)
         assert tally.failure is None, tally.failure.verdict.sentence  # type: ignore[union-attr]
         assert tally.judged
 
@@ -112,12 +125,12 @@ def test_its_calls_follow_the_conventions_of_others(like: str) -> None:
     "fields", [{}, {"causal": "bottom-right"}, {"window": (3, 2)}], ids=["dense", "causal", "window"]
 )
 def test_packed_is_padded(dtype: str, fields: dict[str, object]) -> None:
-    ragged = case(dtype, b=4, q_lengths=(11, 3, 0, 8), k_lengths=(13, 9, 5, 0), **fields)
+    ragged = case(dtype, b=4, heads=(1, 1), q_lengths=(9, 3, 0, 8), k_lengths=(6, 5, 5, 0), **fields)
     assert_same_bits(run(way("packed"), ragged), run(way("right"), ragged))
 
 
 def test_memory_between_elements_is_not_read() -> None:
-    given = case(causal="top-left", bias=np.ones((1, 4, 11, 13), dtype=np.float32))
+    given = case(causal="top-left", bias=np.ones((1, 2, 9, 6), dtype=np.float32))
     assert_same_bits(
         run(way("strided"), given, ALL | {"dbias"}), run(way("right"), given, ALL | {"dbias"}), ALL | {"dbias"}
     )
@@ -130,7 +143,7 @@ def test_views_with_stride_0_are_read_as_they_are() -> None:
 
 
 def test_calling_twice_is_calling_once() -> None:
-    given = case("bfloat16", bias=np.zeros((1, 1, 1, 13), dtype=np.float32), softcap=2.0)
+    given = case("bfloat16", bias=np.zeros((1, 1, 1, 6), dtype=np.float32), softcap=2.0)
     run(way("twice"), given, ALL | {"dbias"})
 
 
@@ -165,9 +178,9 @@ def said(call):
 
 def test_what_it_does_not_take_is_one_sentence() -> None:
     calls = {
-        "f.attention(q.double(), q, q)": "q is torch.float64; accepted are torch.float32, torch.float16, torch.bfloat16",
+        "f.attention(q.double(), q, q)": "q is torch.float64; accepted are torch.float32, torch.float16",
         "f.attention(q, q.half(), q)": "k is torch.float16 but q is torch.float32; they must agree",
-        "f.attention(torch.zeros(1, 1, 1, 257), torch.zeros(1, 1, 1, 257), q)": "D is 257; it must be from 1 to 256",
+        "f.attention(*3 * [torch.zeros(1, 1, 1, 257)])": "D is 257; it must be from 1 to 256",
         "f.attention(q, q[:, :0], q[:, :0])": "q has 2 heads and k has 0; the first must be a multiple of it",
         "f.attention(q, q, q, scale=1e-45)": "which float32 does not hold to full precision",
         "f.attention(q, q, q, softcap=-1.0)": "softcap is -1.0; it must be None or positive",
@@ -207,7 +220,9 @@ def in_child(code: str, *, interpreter: bool = True) -> str:
     environment = {**os.environ, **(INTERPRETER if interpreter else {})}
     if not interpreter:
         environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -220,7 +235,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, ob
     """What the properties found in each faulty copy of the kernel, and in an unchanged one."""
     folder = tmp_path_factory.mktemp("copies")
     command = [sys.executable, str(HERE / "triton_faults.py"), str(folder)]
-    done = subprocess.run(command, env={**os.environ, **INTERPRETER}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env={**os.environ, **INTERPRETER}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, object]] = json.loads(done.stdout)
     return found

@@ -6,15 +6,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from ...oracle.case import Case, Presentation
+from ...oracle.case import LAYOUTS, Case, Presentation
 from ...oracle.result import GRADIENTS, OUTPUTS, Result
 from ..candidate import Candidate
-from .declared import Declared, LoadError
+from .declared import Declared, LoadError, without_pages
 
 
 def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
     """A Candidate around a function of a Case, or of (case, presentation, want) as a Candidate's run.
 
+    The latter is told of layouts, poison and pages, and raises Unsupported where it declines them.
     Raises LoadError where it takes neither.
     """
     whole = _takes(function, 3)
@@ -25,6 +26,8 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
         )
 
     def run(case: Case, presentation: Presentation, want: frozenset[str]) -> Result:
+        if not whole:
+            without_pages(presentation, "f(case)")
         returned = function(case, presentation, want) if whole else function(case)
         if not isinstance(returned, Result):
             raise TypeError(f"the kernel returned a {type(returned).__name__}; it must return an attncheck Result")
@@ -40,6 +43,9 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
         conventions=declared.conventions,
         profiles=declared.profiles,
         known=declared.known,
+        takes_layouts=frozenset(LAYOUTS if whole else ("contiguous",)),
+        takes_pages=whole,
+        promises=declared.promises,
         convention="case",
         device=declared.device,
         about=declared.about,

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...oracle.case import Presentation
 from ...oracle.formats import FORMATS
 from ...oracle.profile import Conventions, Profile
-from ..candidate import Known
+from ..candidate import Known, Unsupported
 
 
 class LoadError(ValueError):
@@ -21,7 +22,7 @@ class Declared:
     """What is said of a callable beside its code; everything but the name has a default.
 
     ``supports`` and ``lacks`` overrule what the signature shows. ``refusals`` are texts: an
-    exception whose message holds one of them declines the case.
+    exception whose message holds one of them declines the case. ``promises`` are of PROMISES.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Declared:
     profiles: Mapping[str, Profile] = field(default_factory=dict)
     known: tuple[Known, ...] = ()
     refusals: tuple[str, ...] = ()
+    promises: frozenset[str] = frozenset()
     about: str = ""
 
     def missing(self, like: str, never: Mapping[str, str], unless: Mapping[str, str]) -> dict[str, str]:
@@ -47,6 +49,12 @@ class Declared:
                 raise LoadError(f"{self.name} cannot support {feature} with --like {like}: {never[feature]}")
         undeclared = {feature: reason for feature, reason in unless.items() if feature not in self.supports}
         return {**undeclared, **never, **self.lacks}
+
+
+def without_pages(presentation: Presentation, like: str) -> None:
+    """Raise Unsupported where a presentation asks for pages, which the convention ``like`` has not."""
+    if presentation.page_size is not None:
+        raise Unsupported(f"the {like} convention has no pages of keys and values")
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...oracle.case import Case, Presentation
+from ...oracle.case import LAYOUTS, Case, Presentation
 from ...oracle.result import GRADIENTS, Result
 from ..candidate import Candidate
-from .declared import Declared, Signature, read_signature
-from .tensors import evaluate, tensor_result, to_array, to_tensor, upstream
+from ..presenting import present
+from .declared import Declared, Signature, read_signature, without_pages
+from .tensors import evaluate, place, tensor_result, to_array, to_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,8 @@ NEVER = {
     "bias": "flash_attn_func has no bias",
     "lengths": "flash_attn_func has no lengths; ragged batches go to its varlen form",
     "causal-top-left": "flash_attn_func is causal bottom-right",
+    "sinks": "flash_attn_func has no sinks",
+    "dropout": "flash_attn_func draws its own dropout mask",
 }
 
 #: what it lacks unless it declares that it has it
@@ -56,11 +59,11 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
     signature = read_signature(function, declared.name, "flash_attn", ARRAYS, DEFAULTS)
 
     def run(case: Case, presentation: Presentation, want: frozenset[str]) -> Result:
-        return _run(function, signature, declared, case, want)
+        return _run(function, signature, declared, case, presentation, want)
 
     offers = {"o"} | ({"lse"} if signature.has("return_attn_probs") else set())
     if not declared.forward_only:
-        offers |= set(GRADIENTS) - {"dbias"}
+        offers |= set(GRADIENTS) - {"dbias", "dsink"}
     return Candidate(
         name=declared.name,
         run=run,
@@ -70,6 +73,8 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
         conventions=declared.conventions,
         profiles=declared.profiles,
         known=declared.known,
+        takes_layouts=frozenset(LAYOUTS),
+        promises=declared.promises,
         convention="flash_attn",
         device=declared.device,
         about=declared.about,
@@ -95,18 +100,25 @@ def ruled_out(signature: Signature) -> dict[str, str]:
 
 
 def _run(
-    function: Callable[..., Any], signature: Signature, declared: Declared, case: Case, want: frozenset[str]
+    function: Callable[..., Any],
+    signature: Signature,
+    declared: Declared,
+    case: Case,
+    presentation: Presentation,
+    want: frozenset[str],
 ) -> Result:
     device = declared.device
-    q, k, v = (to_tensor(_swap(getattr(case, name)), device) for name in ("q", "k", "v"))
+    without_pages(presentation, "flash_attn")
+    given = present(case, presentation, told_lengths=False, axes=(0, 2, 1, 3))
+    (q, q_whole), (k, k_whole), (v, v_whole) = (place(array, device) for array in (given.q, given.k, given.v))
     leaves: dict[str, torch.Tensor] = {}
     if want & {"dq", "dk", "dv"}:
         for tensor in (q, k, v):
             tensor.requires_grad_()
         leaves = {name: x for name, x in (("dq", q), ("dk", k), ("dv", v)) if name in want}
     slopes = None if case.alibi_slopes is None else to_tensor(case.alibi_slopes, device)
-    do = to_tensor(_swap(upstream(case, "do")), device) if leaves else None
-    dlse = to_tensor(upstream(case, "dlse"), device) if leaves and case.dlse is not None else None
+    do, do_whole = place(given.do, device) if leaves and given.do is not None else (None, None)
+    dlse = to_tensor(given.dlse, device) if leaves and given.dlse is not None else None
     asks_lse = "lse" in want or dlse is not None
 
     left, right = case.window if case.window is not None else (None, None)
@@ -128,7 +140,8 @@ def _run(
         lse = tensor_result(returned[1], "log-sum-exp") if asks_lse and len(returned) > 1 else None
         return tensor_result(returned[0], "output"), lse
 
-    inputs = {"q": q, "k": k, "v": v, "alibi_slopes": slopes, "do": do, "dlse": dlse}
+    # with what surrounds them: a kernel that writes beside its slice changes its input too
+    inputs = {"q": q_whole, "k": k_whole, "v": v_whole, "alibi_slopes": slopes, "do": do_whole, "dlse": dlse}
     output, lse, gradients, mutated = evaluate(
         call,
         case,
@@ -138,6 +151,7 @@ def _run(
         dlse,
         device=device,
         refusals=(*REFUSALS, *declared.refusals),
+        poisons=presentation.poison is not None,
     )
     arrays: dict[str, np.ndarray | None] = {n: None if g is None else _swap(to_array(g)) for n, g in gradients.items()}
     return Result(o=_swap(to_array(output)), lse=None if lse is None else to_array(lse), mutated=mutated, **arrays)

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ...oracle.case import Case, Presentation
+from ...oracle.case import LAYOUTS, Case, Presentation
 from ...oracle.result import Result
 from ..candidate import Candidate
+from ..presenting import buffer, fresh, present
 from . import masks
-from .declared import Declared, Signature, read_signature
+from .declared import Declared, Signature, read_signature, without_pages
 
 ARRAYS = ("q", "k", "v")
 DEFAULTS: dict[str, Any] = {"scale": None, "mask": None, "bias": None}
@@ -21,6 +22,8 @@ DEFAULTS: dict[str, Any] = {"scale": None, "mask": None, "bias": None}
 NEVER = {
     "softcap": "the numpy convention passes no softcap",
     "dlse": "the numpy convention is forward only",
+    "sinks": "the numpy convention passes no sinks",
+    "dropout": "the numpy convention passes no dropout mask",
 }
 
 
@@ -34,7 +37,7 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
     signature = read_signature(function, declared.name, "numpy", ARRAYS, DEFAULTS)
 
     def run(case: Case, presentation: Presentation, want: frozenset[str]) -> Result:
-        return _run(function, signature, case)
+        return _run(function, signature, case, presentation)
 
     return Candidate(
         name=declared.name,
@@ -45,6 +48,8 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
         conventions=declared.conventions,
         profiles={dtype: declared.profiles.get(dtype) or masks.profile(dtype) for dtype in declared.dtypes},
         known=declared.known,
+        takes_layouts=frozenset(LAYOUTS),
+        promises=declared.promises,
         convention="numpy",
         device=declared.device,
         about=declared.about,
@@ -78,16 +83,19 @@ def additive(case: Case) -> np.ndarray | None:
         return np.asarray(total).astype(case.wide_format.dtype)
 
 
-def _run(function: Callable[..., Any], signature: Signature, case: Case) -> Result:
-    q, k, v = (np.array(getattr(case, name)) for name in ("q", "k", "v"))
+def _run(function: Callable[..., Any], signature: Signature, case: Case, presentation: Presentation) -> Result:
+    without_pages(presentation, "numpy")
+    given = present(case, presentation, told_lengths=False)
+    q, k, v = (fresh(array) for array in (given.q, given.k, given.v))
     mask = masks.visible(case, positional=True)
     bias = additive(case)
     scale = 1 / math.sqrt(case.q.shape[3]) if case.scale is None else case.scale
     keywords = signature.pick({"scale": scale, "mask": mask, "bias": bias}, DEFAULTS)
     inputs = {n: a for n, a in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)) if a is not None}
-    saved = {name: array.tobytes() for name, array in inputs.items()}
+    # with what surrounds them: a kernel that writes beside its slice changes its input too
+    saved = {name: buffer(array).tobytes() for name, array in inputs.items()}
     returned = function(q, k, v, **keywords)
-    mutated = tuple(name for name, array in inputs.items() if array.tobytes() != saved[name])
+    mutated = tuple(name for name, array in inputs.items() if buffer(array).tobytes() != saved[name])
     o, lse = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     for what, value in (("output", o), ("log-sum-exp", lse)):
         if not isinstance(value, np.ndarray) and not (what == "log-sum-exp" and value is None):

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...oracle.case import Case, Presentation
+from ...oracle.case import LAYOUTS, Case, Presentation
 from ...oracle.result import GRADIENTS, Result
 from ..candidate import Candidate
+from ..presenting import present
 from . import masks
-from .declared import Declared, Signature, read_signature
-from .tensors import evaluate, tensor_result, to_array, to_tensor, upstream
+from .declared import Declared, Signature, read_signature, without_pages
+from .tensors import evaluate, place, tensor_result, to_array, to_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +31,8 @@ DEFAULTS: dict[str, Any] = {
 NEVER = {
     "softcap": "scaled_dot_product_attention has no softcap",
     "dlse": "scaled_dot_product_attention returns no log-sum-exp",
+    "sinks": "scaled_dot_product_attention has no sinks",
+    "dropout": "scaled_dot_product_attention draws its own dropout mask",
 }
 
 REFUSALS = ("No available kernel", "invalid dtype for bias")
@@ -39,7 +42,8 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
     """A Candidate around ``function(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)``.
 
     What the signature does not accept is declined. Where an explicit mask is needed, causal is
-    folded into it: is_causal and attn_mask are never given together.
+    folded into it: is_causal and attn_mask are never given together. There are no lengths: padded
+    keys are hidden by the mask, so they are poisoned only where all that is hidden is.
     """
     signature = read_signature(function, declared.name, "sdpa", ARRAYS, DEFAULTS)
 
@@ -53,11 +57,13 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
         name=declared.name,
         run=run,
         dtypes=declared.dtypes,
-        offers=frozenset({"o"} if declared.forward_only else {"o", *GRADIENTS}),
+        offers=frozenset({"o"} if declared.forward_only else {"o", *GRADIENTS} - {"dsink"}),
         lacks=declared.missing("sdpa", NEVER | ruled_out(signature), unless),
         conventions=declared.conventions,
         profiles={dtype: declared.profiles.get(dtype) or masks.profile(dtype) for dtype in declared.dtypes},
         known=declared.known,
+        takes_layouts=frozenset(LAYOUTS),
+        promises=declared.promises,
         convention="sdpa",
         device=declared.device,
         about=declared.about,
@@ -136,7 +142,9 @@ def _run(
     want: frozenset[str],
 ) -> Result:
     device = declared.device
-    q, k, v = (to_tensor(getattr(case, name), device) for name in ("q", "k", "v"))
+    without_pages(presentation, "sdpa")
+    given = present(case, presentation, told_lengths=False)
+    (q, q_whole), (k, k_whole), (v, v_whole) = (place(array, device) for array in (given.q, given.k, given.v))
     bias = None if case.bias is None else to_tensor(case.bias, device)
     leaves: dict[str, torch.Tensor] = {}
     if want & {"dq", "dk", "dv"}:
@@ -160,9 +168,9 @@ def _run(
     def call() -> tuple[torch.Tensor, None]:
         return tensor_result(function(q, k, v, **keywords), "output"), None
 
-    do = to_tensor(upstream(case, "do"), device) if leaves else None
-    inputs = {"q": q, "k": k, "v": v, "bias": bias, "attn_mask": mask, "do": do}
-
+    do, do_whole = place(given.do, device) if leaves and given.do is not None else (None, None)
+    # with what surrounds them: a kernel that writes beside its slice changes its input too
+    inputs = {"q": q_whole, "k": k_whole, "v": v_whole, "bias": bias, "attn_mask": mask, "do": do_whole}
     output, _, gradients, mutated = evaluate(
         call,
         case,
@@ -172,6 +180,7 @@ def _run(
         None,
         device=device,
         refusals=(*REFUSALS, *declared.refusals),
+        poisons=presentation.poison is not None,
     )
     arrays: dict[str, np.ndarray | None] = {n: None if g is None else to_array(g) for n, g in gradients.items()}
     return Result(o=to_array(output), mutated=mutated, **arrays)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -10,7 +12,7 @@ import numpy as np
 
 from ...oracle.case import Case
 from ..candidate import Unsupported
-from .masks import padded_rows
+from ..presenting import buffer, offset_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,14 +42,37 @@ def to_array(tensor: torch.Tensor) -> np.ndarray:
     return np.array(tensor.numpy())
 
 
-def upstream(case: Case, name: str) -> np.ndarray:
-    """do or dlse with 0 at padded query rows, so that they contribute to no gradient."""
-    array = np.array(getattr(case, name))
-    padded = padded_rows(case)
-    if padded is not None:
-        where = padded[:, None, :, None] if array.ndim == 4 else padded[:, None, :]
-        array[np.broadcast_to(where, array.shape)] = 0
-    return array
+def place(array: np.ndarray, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor with the same bits and strides, and the whole memory that it is a view of. Both are fresh."""
+    whole = to_tensor(buffer(array), device)
+    size = array.dtype.itemsize
+    return whole.as_strided(array.shape, [n // size for n in array.strides], offset_of(array) // size), whole
+
+
+@contextmanager
+def nan_in_fresh_memory(wanted: bool) -> Iterator[None]:
+    """While open, where ``wanted``: torch fills memory that torch.empty and its like hand out with NaN.
+
+    That is a service of torch's deterministic mode, which is left as it was afterwards. What has no
+    deterministic algorithm warns there, and the warning is hushed.
+    """
+    if not wanted:
+        yield
+        return
+    import torch
+    from torch.utils import deterministic
+
+    mode = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = deterministic.fill_uninitialized_memory
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=mode == (False, False) or mode[1])
+        deterministic.fill_uninitialized_memory = True
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        deterministic.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -81,23 +106,26 @@ def evaluate(
     *,
     device: str,
     refusals: tuple[str, ...],
+    poisons: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor | None], tuple[str, ...]]:
     """Run ``call`` -> (output, lse or None) and differentiate it with respect to ``leaves``.
 
-    ``inputs`` are compared bit for bit with copies taken before. ``do`` has the
-    output's layout. Returns output, lse, gradient per leaf (None where autograd has none) and
-    the names of changed inputs. Raises Unsupported where an exception holds one of ``refusals``.
+    ``inputs`` are compared bit for bit with copies taken before. ``do`` has the output's axes.
+    ``poisons``: the memory of outputs and gradients holds NaN until it is written. Returns output,
+    lse, gradient per leaf (None where autograd has none) and the names of changed inputs. Raises
+    Unsupported where an exception holds one of ``refusals``.
     """
     import torch
 
     saved = {name: tensor.detach().clone() for name, tensor in inputs.items()}
     gradients: dict[str, torch.Tensor | None] = {}
     try:
-        with torch.set_grad_enabled(bool(leaves)):
-            output, lse = call()
-        if leaves:
-            assert do is not None, "gradients are wanted of a case without do"
-            gradients = _differentiate(case, output, lse, leaves, do, dlse)
+        with nan_in_fresh_memory(poisons):
+            with torch.set_grad_enabled(bool(leaves)):
+                output, lse = call()
+            if leaves:
+                assert do is not None, "gradients are wanted of a case without do"
+                gradients = _differentiate(case, output, lse, leaves, do, dlse)
         if device.startswith("cuda"):
             torch.cuda.synchronize(device)
     except Exception as error:

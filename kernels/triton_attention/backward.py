@@ -6,11 +6,23 @@ kernel computes and stores for the second.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: SIM102
 
 import triton
 import triton.language as tl
 
-from .scores import LOG2E, extent, hide, keys_of_rows, load_tile, pointers, rounded, rows_of_keys, tile_scores
+from .scores import (
+    LOG2E,
+    extent,
+    hide,
+    keys_of_rows,
+    load_tile,
+    pointers,
+    product_in_chunks,
+    rounded,
+    rows_of_keys,
+    tile_scores,
+)
 
 
 @triton.jit
@@ -39,7 +51,7 @@ def backward_q(
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_DLSE: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     RAGGED_Q: tl.constexpr, RAGGED_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, BFLOAT16_BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """dQ [B, Hq, Sq, D] and delta [B, Hq, Sq]: one program per tile of M query rows."""
@@ -77,7 +89,8 @@ def backward_q(
     rows = first + tl.arange(0, M)
     d = tl.arange(0, D)
     e = tl.arange(0, DV)
-    queries = load_tile(q, rows, d, q_s, q_d, q_count, d_size, True, not EVEN_D, BFLOAT16_BY_HAND)
+    if not CHUNK:
+        queries = load_tile(q, rows, d, q_s, q_d, q_count, d_size, True, not EVEN_D, BFLOAT16_BY_HAND)
     upstream = load_tile(do, rows, e, do_s, do_d, q_count, dv_size, True, not EVEN_DV, BFLOAT16_BY_HAND)
     outputs = load_tile(o, rows, e, o_s, o_d, q_count, dv_size, True, not EVEN_DV, BFLOAT16_BY_HAND)
     row_delta = tl.sum(upstream.to(tl.float32) * outputs.to(tl.float32), 1)
@@ -92,9 +105,21 @@ def backward_q(
     for at in range(start, stop, N):
         keys = at + tl.arange(0, N)
         kt = load_tile(k, keys, d, k_s, k_d, k_count, d_size, not EVEN_K, not EVEN_D, BFLOAT16_BY_HAND)
-        vt = load_tile(v, keys, e, v_s, v_d, k_count, dv_size, not EVEN_K, not EVEN_DV, BFLOAT16_BY_HAND)
+        if CHUNK:
+            product = product_in_chunks(
+                q, rows, q_s, q_d, q_count, k, keys, k_s, k_d, k_count, d_size,
+                M, N, D, CHUNK, PRECISION, BFLOAT16_BY_HAND,
+            )  # fmt: skip
+            dp = product_in_chunks(
+                do, rows, do_s, do_d, q_count, v, keys, v_s, v_d, k_count, dv_size,
+                M, N, DV, CHUNK, PRECISION, BFLOAT16_BY_HAND,
+            )  # fmt: skip
+        else:
+            product = tl.dot(queries, tl.trans(kt), input_precision=PRECISION)
+            vt = load_tile(v, keys, e, v_s, v_d, k_count, dv_size, not EVEN_K, not EVEN_DV, BFLOAT16_BY_HAND)
+            dp = tl.dot(upstream, tl.trans(vt), input_precision=PRECISION)
         s, t = tile_scores(
-            tl.dot(queries, tl.trans(kt), input_precision=PRECISION), rows[:, None], keys[None, :],
+            product, rows[:, None], keys[None, :],
             offset, q_count, k_count, factor, cap, slope, mask, mask_i, mask_j, bias, bias_i, bias_j,
             HAS_CAP, HAS_SLOPES, HAS_MASK, HAS_BIAS,
         )  # fmt: skip
@@ -102,7 +127,6 @@ def backward_q(
             if (at < full) | (at >= ragged):
                 s = hide(s, rows[:, None], keys[None, :], offset, k_count, left, right, HAS_LEFT, HAS_RIGHT, not EVEN_K)
         p = tl.exp2(s - origin[:, None])
-        dp = tl.dot(upstream, tl.trans(vt), input_precision=PRECISION)
         ds = score_gradient(p, s, dp, row_delta[:, None], t, HAS_CAP)
         acc = tl.dot(rounded(ds, k.dtype.element_ty, BFLOAT16_BY_HAND), kt, acc, input_precision=PRECISION)
 

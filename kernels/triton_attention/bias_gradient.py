@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .backward import load_base_two, score_gradient
-from .scores import LOG2E, extent, hide, load_tile, rounded, tile_scores
+from .scores import LOG2E, extent, hide, load_tile, product_in_chunks, rounded, tile_scores
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def backward_bias(
     HAS_MASK: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
     RAGGED_Q: tl.constexpr, RAGGED_K: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_KEYS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, BFLOAT16_BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """dbias as the bias is stored; SUM_ROWS and SUM_KEYS say that its last two axes are of size 1."""
@@ -70,23 +70,35 @@ def backward_bias(
                 slope = tl.load(slopes + b * slopes_b + h * slopes_h) * LOG2E
             for i in range(first_row, tl.minimum(end_row, q_count), M):
                 rows = i + tl.arange(0, M)
-                queries = load_tile(q_at, rows, d, q_s, q_d, q_count, d_size, True, True, BFLOAT16_BY_HAND)
-                upstream = load_tile(do_at, rows, e, do_s, do_d, q_count, dv_size, True, True, BFLOAT16_BY_HAND)
+                if not CHUNK:
+                    queries = load_tile(q_at, rows, d, q_s, q_d, q_count, d_size, True, True, BFLOAT16_BY_HAND)
+                    upstream = load_tile(do_at, rows, e, do_s, do_d, q_count, dv_size, True, True, BFLOAT16_BY_HAND)
                 origin = load_base_two(lse + row_at, rows, q_count)
                 row_delta = tl.load(delta + row_at + rows, mask=rows < q_count, other=0.0)
                 for j in range(first_key, tl.minimum(end_key, k_count), N):
                     keys = j + tl.arange(0, N)
-                    kt = load_tile(k_at, keys, d, k_s, k_d, k_count, d_size, True, True, BFLOAT16_BY_HAND)
-                    vt = load_tile(v_at, keys, e, v_s, v_d, k_count, dv_size, True, True, BFLOAT16_BY_HAND)
+                    if CHUNK:
+                        product = product_in_chunks(
+                            q_at, rows, q_s, q_d, q_count, k_at, keys, k_s, k_d, k_count, d_size,
+                            M, N, D, CHUNK, PRECISION, BFLOAT16_BY_HAND,
+                        )  # fmt: skip
+                        dp = product_in_chunks(
+                            do_at, rows, do_s, do_d, q_count, v_at, keys, v_s, v_d, k_count, dv_size,
+                            M, N, DV, CHUNK, PRECISION, BFLOAT16_BY_HAND,
+                        )  # fmt: skip
+                    else:
+                        kt = load_tile(k_at, keys, d, k_s, k_d, k_count, d_size, True, True, BFLOAT16_BY_HAND)
+                        product = tl.dot(queries, tl.trans(kt), input_precision=PRECISION)
+                        vt = load_tile(v_at, keys, e, v_s, v_d, k_count, dv_size, True, True, BFLOAT16_BY_HAND)
+                        dp = tl.dot(upstream, tl.trans(vt), input_precision=PRECISION)
                     s, t = tile_scores(
-                        tl.dot(queries, tl.trans(kt), input_precision=PRECISION), rows[:, None], keys[None, :],
+                        product, rows[:, None], keys[None, :],
                         offset, q_count, k_count, factor, cap, slope,
                         mask + b * mask_b + h * mask_h, mask_i, mask_j, bias + b * bias_b + h * bias_h, bias_i, bias_j,
                         HAS_CAP, HAS_SLOPES, HAS_MASK, True,
                     )  # fmt: skip
                     s = hide(s, rows[:, None], keys[None, :], offset, k_count, left, right, HAS_LEFT, HAS_RIGHT, True)
                     p = tl.exp2(s - origin[:, None])
-                    dp = tl.dot(upstream, tl.trans(vt), input_precision=PRECISION)
                     acc += score_gradient(p, s, dp, row_delta[:, None], t, False)  # the bias comes after the cap
 
     out_rows = row_tile * M + tl.arange(0, M)

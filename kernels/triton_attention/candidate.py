@@ -9,17 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from ...oracle.case import Case, Presentation
+from ...oracle.case import LAYOUTS, Case, Presentation
 from ...oracle.formats import FORMATS
 from ...oracle.profile import Profile
-from ...oracle.result import GRADIENTS, Result
+from ...oracle.result import GRADIENTS, OUTPUTS, Result
 from ..candidate import Candidate, Unsupported
+from ..presenting import present
 from .tiles import DTYPES, KERNELS, tile
 
 NAME = "triton"
 
 #: what the child's environment needs for the interpreter; one thread, as its arrays are small
 INTERPRETER = {"TRITON_INTERPRET": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+PROMISED = frozenset({"repeatable", "batch-invariant", "strided", "padding-not-read"})
 
 #: seconds for one case in the interpreter: the longest drawn cases take two
 LIMIT = 120.0
@@ -42,16 +45,15 @@ def profile(dtype: str, target: str, precision: str = "ieee") -> Profile:
     wide, storage = FORMATS["float32"], FORMATS[dtype]
     narrow = dtype != "float32"
     tensor_cores = target != "interpreter" and (narrow or precision != "ieee")
-    u_in = {"ieee": 0.0, "tf32": 2.0**-10, "tf32x3": 2.0**-20}[precision] if not narrow else 0.0
+    u_in = 0.0 if narrow or target == "interpreter" else {"ieee": 0.0, "tf32": 2.0**-10, "tf32x3": 2.0**-20}[precision]
+    # wider heads take smaller tiles
     keys = min(
-        tile("forward", target, dtype, d, dv, precision).n
-        for d in (16, 32, 64, 128, 256)
-        for dv in (16, 32, 64, 128, 256)
+        tile("forward", target, dtype, d, d, featured=featured).n for d in (64, 128, 256) for featured in (False, True)
     )
     return Profile(
         storage=dtype,
         u=2 * wide.unit if tensor_cores else wide.unit,
-        u_in=0.0 if target == "interpreter" else u_in,
+        u_in=u_in,
         u_p=storage.unit if narrow else 0.0,
         u_exp=4 * wide.unit,
         u_tanh=12 * wide.unit,
@@ -74,22 +76,27 @@ def run(case: Case, presentation: Presentation, want: frozenset[str]) -> Result:
 def _run(case: Case, presentation: Presentation, want: frozenset[str], device: str) -> Result:
     import torch
 
-    from ..adapters.tensors import same_bits, to_array, to_tensor
+    from ..adapters.tensors import nan_in_fresh_memory, place, same_bits, to_array, to_tensor
     from .functional import attention
 
-    names = ("q", "k", "v", "do", "dlse", "alibi_slopes", "mask", "bias")
-    given = {name: to_tensor(x, device) for name in names if (x := getattr(case, name)) is not None}
-    saved = {name: x.clone() for name, x in given.items()}
+    laid = present(case, presentation)
+    given, whole = {}, {}  # the tensors, and the memory that each is a view of
+    for name in ("q", "k", "v", "do"):
+        if (array := getattr(laid, name)) is not None:
+            given[name], whole[name] = place(array, device)
+    for name, array in (("dlse", laid.dlse), *((n, getattr(case, n)) for n in ("alibi_slopes", "mask", "bias"))):
+        if array is not None:
+            given[name] = whole[name] = to_tensor(array, device)
+    saved = {name: x.clone() for name, x in whole.items()}
     backward = not want.isdisjoint(GRADIENTS)
     leaves = [name for name in ("q", "k", "v", "bias") if name in given] if backward else []
     for name in leaves:
         given[name].requires_grad_()
     keywords: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap}
     keywords |= {name: given.get(name) for name in ("alibi_slopes", "mask", "bias")}
-    for name in ("q_lengths", "k_lengths"):
-        lengths = getattr(case, name)
+    for axis, lengths in (("q_lengths", case.q_lengths), ("k_lengths", case.k_lengths)):
         if lengths is not None:
-            keywords[name] = torch.tensor(lengths, dtype=torch.int32, device=device)
+            keywords[axis] = torch.tensor(lengths, dtype=torch.int32, device=device)
     if presentation.route == "mask" and (case.causal or case.window):
         band = to_tensor(_band(case), device)
         keywords["mask"] = band if case.mask is None else band & given["mask"]
@@ -97,20 +104,21 @@ def _run(case: Case, presentation: Presentation, want: frozenset[str], device: s
             keywords["causal"] = case.causal  # slopes are aligned by it; hiding the same keys twice changes nothing
     else:
         keywords |= {"causal": case.causal, "window": case.window}
-    try:
-        o, lse = attention(given["q"], given["k"], given["v"], **keywords)
-    except ValueError as error:
-        raise Unsupported(str(error)) from None
-    found: dict[str, Any] = {"o": o, "lse": lse}
-    if backward:
-        outputs, upstream = [o], [given["do"]]
-        if case.dlse is not None:
-            outputs, upstream = [o, lse], [given["do"], given["dlse"]]
-        gradients = torch.autograd.grad(outputs, [given[name] for name in leaves], upstream, allow_unused=True)
-        found |= {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
-    if device == "cuda":
-        torch.cuda.synchronize()
-    mutated = tuple(name for name, x in given.items() if not same_bits(x, saved[name]))
+    with nan_in_fresh_memory(presentation.poison is not None):
+        try:
+            o, lse = attention(given["q"], given["k"], given["v"], **keywords)
+        except ValueError as error:
+            raise Unsupported(str(error)) from None
+        found: dict[str, Any] = {"o": o, "lse": lse}
+        if backward:
+            outputs, upstream = [o], [given["do"]]
+            if case.dlse is not None:
+                outputs, upstream = [o, lse], [given["do"], given["dlse"]]
+            gradients = torch.autograd.grad(outputs, [given[name] for name in leaves], upstream, allow_unused=True)
+            found |= {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+        if device == "cuda":
+            torch.cuda.synchronize()
+    mutated = tuple(name for name, x in whole.items() if not same_bits(x, saved[name]))
     return Result(**{name: None if x is None else to_array(x) for name, x in found.items()}, mutated=mutated)
 
 
@@ -138,8 +146,13 @@ def _candidate(target: str, about: str, device: str) -> Candidate:
         name=NAME,
         run=run,
         dtypes=DTYPES,
+        offers=frozenset(OUTPUTS) - {"dsink"},
+        lacks={"sinks": "the kernel has no sinks", "dropout": "the kernel has no dropout"},
         profiles={dtype: profile(dtype, target) for dtype in DTYPES},
         blocks=tuple(sorted({size for t in tiles for size in (t.m, t.n)})),
+        takes_layouts=frozenset(LAYOUTS),
+        # on a GPU other strides are another binary, whose sums may run in another order
+        promises=PROMISED | {"layout-invariant"} if target == "interpreter" else PROMISED,
         device=device,
         about=about,
     )

@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,9 @@ FEATURES: dict[str, Any] = {
     "SUM_KEYS": False,
 }
 
+#: those that take tiles of their own
+FEATURED = ("HAS_MASK", "HAS_BIAS", "HAS_SLOPES", "HAS_CAP")
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -84,7 +87,8 @@ def compile_for(
     if IN_INTERPRETER:
         raise RuntimeError("this process interprets Triton's kernels (TRITON_INTERPRET=1) and can compile none")
     dv = d if dv is None else dv
-    chosen = chosen or tile(kernel, target, dtype, d, dv, precision)
+    featured = kernel == "backward_bias" or any(features.get(name) for name in FEATURED)
+    chosen = chosen or tile(kernel, target, dtype, d, dv, featured=featured)
     constants = {**FEATURES, **features} | {
         "EVEN_Q": False,
         "EVEN_K": False,
@@ -94,6 +98,7 @@ def compile_for(
         "N": chosen.n,
         "D": padded(d),
         "DV": padded(dv),
+        "CHUNK": chosen.channels(d, dv),
         "PRECISION": precision,
         "BFLOAT16_BY_HAND": False,
     }
@@ -113,7 +118,9 @@ def compile_for(
             attributes[(place,)] = [["tt.divisibility", 16]]
     used = {name: value for name, value in constants.items() if name in signature}
     source = ASTSource(fn=KERNELS[kernel], signature=signature, constexprs=used, attrs=attributes)
-    made = triton.compile(source, target=gpu(target), options={"num_warps": chosen.warps, "num_stages": chosen.stages})
+    # fusion said aloud: some versions warn when it is left to the default
+    options = {"num_warps": chosen.warps, "num_stages": chosen.stages, "enable_fp_fusion": True}
+    made = triton.compile(source, target=gpu(target), options=options)
     shared, memory = made.metadata.shared, getattr(made.metadata, "tmem_size", 0) or 0
     if target.startswith("sm_"):
         registers, spills = _nvidia(made.asm["cubin"])
@@ -133,7 +140,7 @@ def gpu(target: str) -> GPUTarget:
     return GPUTarget("hip", target, 64)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tool(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
@@ -154,7 +161,8 @@ def _nvidia(cubin: bytes) -> tuple[int, int]:
 
 
 def _amd(text: str) -> tuple[int, int]:
-    """Vector registers (with the accumulation registers), and registers that are spilled."""
+    """Vector registers (with the accumulation registers), and what is spilled to memory: vector registers, and
+    bytes of scratch if there are any. Scalar registers are spilled into lanes of vector registers."""
 
     def number(key: str) -> int:
         found = re.search(rf"\.{key}:\s*(\d+)", text)
@@ -162,4 +170,4 @@ def _amd(text: str) -> tuple[int, int]:
             raise RuntimeError(f"the assembly names no {key}")
         return int(found[1])
 
-    return number("vgpr_count"), number("vgpr_spill_count") + number("sgpr_spill_count")
+    return number("vgpr_count"), number("vgpr_spill_count") + number("private_segment_fixed_size")

@@ -1,6 +1,7 @@
 """The forward kernel: online softmax over key tiles, after FlashAttention-2 (Dao, 2023, arXiv:2307.08691)."""
 
 # mypy: ignore-errors
+# ruff: noqa: SIM102
 
 import triton
 import triton.language as tl

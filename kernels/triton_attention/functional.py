@@ -31,7 +31,7 @@ class _Attention(torch.autograd.Function):
         return o, lse
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]  # torch gives it no types
     def backward(ctx: Any, do: Any, dlse: Any) -> tuple[Any, ...]:
         q, k, v, bias, o, lse = ctx.saved_tensors
         if do is None and dlse is None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ KERNELS: dict[str, Any] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def parameters(kernel: str) -> tuple[str, ...]:
     """The names of a kernel's parameters."""
     return tuple(inspect.signature(KERNELS[kernel].fn).parameters)
 
 
-@lru_cache(maxsize=None)
+@cache
 def target_of(device: torch.device) -> str:
     """The entry of the tile table for a device."""
     if IN_INTERPRETER:
@@ -80,7 +80,11 @@ def run_backward(
 
 
 def _tile(p: Problem, kernel: str) -> Tile:
-    return tile(kernel, target_of(p.q.device), DTYPES[p.q.dtype], p.q.shape[3], p.v.shape[3], p.precision)
+    target = target_of(p.q.device)
+    if p.precision != "ieee" and target.startswith("gfx"):
+        raise ValueError(f"precision is {p.precision!r}; on AMD GPUs it must be 'ieee'")
+    featured = any(x is not None for x in (p.mask, p.bias, p.slopes, p.softcap))
+    return tile(kernel, target, DTYPES[p.q.dtype], p.q.shape[3], p.v.shape[3], featured=featured)
 
 
 def _row_tiles(p: Problem, chosen: Tile) -> int:
@@ -156,7 +160,8 @@ def _values(p: Problem, chosen: Tile, tensors: Mapping[str, torch.Tensor]) -> di
         "N": chosen.n,
         "D": padded(d),
         "DV": padded(dv),
-        "PRECISION": p.precision,
+        "CHUNK": chosen.channels(d, dv),
+        "PRECISION": p.precision if p.q.dtype == torch.float32 else "ieee",
         "BFLOAT16_BY_HAND": IN_INTERPRETER and p.q.dtype == torch.bfloat16,
         "slopes": p.q if p.slopes is None else p.slopes,
         "q_ranges": p.q if p.q_ranges is None else p.q_ranges,

@@ -104,7 +104,10 @@ def _check(p: Problem) -> None:
         p.softcap is None or (math.isfinite(p.softcap) and p.softcap > 0),
         f"softcap is {p.softcap}; it must be None or positive",
     )
-    _demand(p.causal in (None, "top-left", "bottom-right"), f"causal is {p.causal!r}; accepted are None, 'top-left' and 'bottom-right'")
+    _demand(
+        p.causal in (None, "top-left", "bottom-right"),
+        f"causal is {p.causal!r}; accepted are None, 'top-left' and 'bottom-right'",
+    )
     for name in ("factor", "cap"):
         value = getattr(p, name)
         _demand(

@@ -8,8 +8,10 @@ whose casts truncate: operands are widened to float32 after each load, and where
 kernel rounds to bfloat16 the bits are rounded here, to nearest and ties to even.
 """
 
-# triton annotates its own functions only in part
+# triton annotates its own functions only in part; branches on constants are compiled or left out, so they stay
+# apart from branches on values
 # mypy: ignore-errors
+# ruff: noqa: RET505, SIM300
 
 import triton
 import triton.language as tl
@@ -60,6 +62,26 @@ def load_tile(
     if BFLOAT16_BY_HAND:
         x = x.to(tl.float32)
     return x
+
+
+@triton.jit
+def product_in_chunks(
+    a, a_rows, a_s, a_d, a_count, b, b_rows, b_s, b_d, b_count, size,
+    M: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr, BFLOAT16_BY_HAND: tl.constexpr,
+):  # fmt: skip
+    """a b^T over ``size`` channels, CHUNK at a time, loaded anew on each call.
+
+    For wide heads in float32: without matrix instructions a thread holds whole rows of both operands, and one
+    that does not change from tile to tile would stay in registers for good.
+    """
+    total = tl.zeros([M, N], tl.float32)
+    for at in range(0, WIDTH, CHUNK):
+        channels = at + tl.arange(0, CHUNK)
+        x = load_tile(a, a_rows, channels, a_s, a_d, a_count, size, True, True, BFLOAT16_BY_HAND)
+        y = load_tile(b, b_rows, channels, b_s, b_d, b_count, size, True, True, BFLOAT16_BY_HAND)
+        total = tl.dot(x, tl.trans(y), total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit

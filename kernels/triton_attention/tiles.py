@@ -31,21 +31,139 @@ LARGEST_HEAD = 256
 
 @dataclass(frozen=True)
 class Tile:
-    """``m`` query rows and ``n`` keys per tile, ``warps`` per program, ``stages`` of the load pipeline."""
+    """``m`` query rows and ``n`` keys per tile, ``warps`` per program, ``stages`` of the load pipeline.
+
+    ``chunk``: heads wider than this are multiplied so many channels at a time (0: whole); backward_q and
+    backward_bias know how.
+    """
 
     m: int
     n: int
     warps: int = 4
     stages: int = 1
+    chunk: int = 0
+
+    def channels(self, d: int, dv: int) -> int:
+        """Channels at a time for these head sizes; 0: all."""
+        return self.chunk if 0 < self.chunk < max(padded(d), padded(dv)) else 0
 
 
 #: for Triton's interpreter: smaller than a compiler takes, so that small cases have many tiles and every edge
 #: is met, and rows and keys differ, so that a mix-up of the two is seen
 INTERPRETED: dict[str, Tile] = {
     "forward": Tile(8, 4),
-    "backward_q": Tile(8, 4),
+    "backward_q": Tile(8, 4, chunk=16),
     "backward_kv": Tile(4, 8),
-    "backward_bias": Tile(8, 4),
+    "backward_bias": Tile(8, 4, chunk=16),
+}
+
+#: (target, storage) -> kernel -> tiles for head sizes up to 64, 128 and 256
+TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
+    ("sm_80", "half"): {
+        "forward": (Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 8, 2)),
+        "forward featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
+        "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
+        "backward_q featured": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
+        "backward_kv": (Tile(32, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
+        "backward_kv featured": (Tile(32, 32, 4, 2), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_bias": (Tile(64, 32, 8, 2), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1, 64)),
+    },
+    ("sm_80", "float32"): {
+        "forward": (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        "backward_q": (Tile(32, 32, 8, 2), Tile(32, 32, 4, 1, 32), Tile(32, 32, 8, 1, 64)),
+        "backward_kv": (Tile(16, 16, 4, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+        "backward_bias": (Tile(32, 32, 8, 1), Tile(32, 32, 4, 1, 32), Tile(32, 32, 4, 1, 32)),
+    },
+    ("sm_89", "half"): {
+        "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
+        "backward_q featured": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 1)),
+        "backward_kv": (Tile(32, 32, 4, 1), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
+        "backward_kv featured": (Tile(32, 32, 4, 2), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1, 64)),
+    },
+    ("sm_89", "float32"): {
+        "forward": (Tile(32, 32, 8, 1), Tile(16, 16, 4, 1), Tile(32, 32, 8, 1)),
+        "backward_q": (Tile(32, 32, 8, 2), Tile(32, 32, 4, 1, 32), Tile(32, 32, 4, 1, 32)),
+        "backward_kv": (Tile(16, 32, 8, 1), Tile(16, 32, 4, 1), Tile(16, 16, 8, 1)),
+        "backward_bias": (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1, 32), Tile(32, 32, 8, 1, 64)),
+    },
+    ("sm_90", "half"): {
+        "forward": (Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(128, 64, 8, 2)),
+        "forward featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
+        "backward_q": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        "backward_q featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "backward_kv": (Tile(64, 128, 8, 3), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_kv featured": (Tile(32, 64, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
+        "backward_bias": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1, 64)),
+    },
+    ("sm_90", "float32"): {
+        "forward": (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+        "backward_q": (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+        "backward_kv": (Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_bias": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1, 64), Tile(32, 32, 8, 1, 64)),
+    },
+    ("sm_100", "half"): {
+        "forward": (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)),
+        "forward featured": (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+        "backward_q": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        "backward_q featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "backward_kv": (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_kv featured": (Tile(32, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_bias": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 1)),
+    },
+    ("sm_100", "float32"): {
+        "forward": (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+        "backward_q": (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+        "backward_kv": (Tile(32, 32, 4, 2), Tile(16, 32, 4, 1), Tile(16, 16, 8, 1)),
+        "backward_bias": (Tile(32, 32, 8, 1, 32), Tile(16, 32, 4, 1, 32), Tile(16, 32, 4, 1, 32)),
+    },
+    ("sm_120", "half"): {
+        "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "backward_q": (Tile(16, 32, 4, 1), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
+        "backward_q featured": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 1)),
+        "backward_kv": (Tile(32, 32, 4, 1), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
+        "backward_kv featured": (Tile(32, 32, 4, 2), Tile(16, 32, 4, 1), Tile(32, 32, 8, 2)),
+        "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1, 64)),
+    },
+    ("sm_120", "float32"): {
+        "forward": (Tile(32, 32, 8, 1), Tile(16, 16, 4, 1), Tile(32, 32, 8, 1)),
+        "backward_q": (Tile(32, 32, 8, 2), Tile(32, 32, 4, 1, 32), Tile(32, 32, 4, 1, 32)),
+        "backward_kv": (Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
+        "backward_bias": (Tile(32, 32, 8, 1), Tile(32, 32, 4, 1, 32), Tile(32, 32, 4, 1, 32)),
+    },
+    ("gfx942", "half"): {
+        "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 1)),
+        "forward featured": (Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
+        "backward_q": (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        "backward_q featured": (Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+        "backward_kv": (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 32, 4, 1)),
+        "backward_kv featured": (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+        "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
+    },
+    ("gfx942", "float32"): {
+        "forward": (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+        "backward_q": (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
+        "backward_kv": (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+        "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
+    },
+    ("gfx950", "half"): {
+        "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 1)),
+        "forward featured": (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)),
+        "backward_q": (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
+        "backward_q featured": (Tile(64, 32, 4, 1), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
+        "backward_kv": (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 32, 4, 1)),
+        "backward_kv featured": (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
+        "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
+    },
+    ("gfx950", "float32"): {
+        "forward": (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
+        "backward_q": (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
+        "backward_kv": (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+        "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
+    },
 }
 
 
@@ -72,8 +190,15 @@ def target_named(name: str) -> str:
     return "gfx942"
 
 
-def tile(kernel: str, target: str, dtype: str, d: int, dv: int, precision: str = "ieee") -> Tile:
-    """The tile of a kernel for a target of the table (or "interpreter"), storage dtype and head sizes."""
+def tile(kernel: str, target: str, dtype: str, d: int, dv: int, *, featured: bool = False) -> Tile:
+    """The tile of a kernel for a target of the table (or "interpreter"), storage dtype and head sizes.
+
+    ``featured``: a mask, bias, ALiBi or softcap is there, which take registers; the bias gradient always has
+    one. float32 has one tile for both, and for its products in tf32.
+    """
     if target == "interpreter":
         return INTERPRETED[kernel]
-    return Tile(32, 32)
+    width = max(padded(d), padded(dv))
+    rows = TABLE[target, "float32" if dtype == "float32" else "half"]
+    row = rows.get(f"{kernel} featured", rows[kernel]) if featured else rows[kernel]
+    return row[0 if width <= 64 else 1 if width <= 128 else 2]

@@ -59,13 +59,16 @@ def verify(
     block: int | tuple[int, ...] | None = None,
     require: Iterable[str] = (),
     save: str | None = None,
+    waivers: str | None = None,
+    strict_waivers: bool = False,
 ) -> Report:
     """Judge a kernel in this process; the parameters are the options of `attncheck verify`.
 
     ``candidate`` is a Candidate, a TARGET as on the command line, or a callable that follows the
     calling convention ``like``. ``conventions`` and ``profiles`` (by dtype) declare what differs
-    from the defaults. ``save`` is the folder for failing cases (None: ``.attncheck/failures``).
-    Raises ValueError for an option that is not accepted or a target that cannot be loaded.
+    from the defaults. ``save`` is the folder for failing cases (None: ``.attncheck/failures``),
+    ``waivers`` the path of a waiver file.
+    Raises ValueError for an option or waiver that is not accepted or a target that cannot be loaded.
     """
     from attncheck.document import build
     from attncheck.judging import judge
@@ -104,17 +107,28 @@ def verify(
         block=(block,) if isinstance(block, int) else block,
         require=tuple(require),
         save=DEFAULT_SAVE if save is None else save,
+        waivers=waivers,
+        strict_waivers=strict_waivers,
     )
     selection.check_names()
     started = time.monotonic()
-    work = plan(selection, [(target, loaded)])
+    work = plan(selection, [(target, selection.waive(target, loaded))])
     rows = []
     for piece in work:
         deadline = None if seconds is None else time.monotonic() + seconds / len(work)
         rows.append(judge(piece, selection, deadline))
     titles = {key: p.title for key, p in PROPERTIES.items()}
     facts = about(selection, 1, time.monotonic() - started)
-    return Report(build(rows, titles=titles, require=selection.require, about=facts))
+    return Report(
+        build(
+            rows,
+            titles=titles,
+            require=selection.require,
+            waivers=selection.read_waivers(),
+            strict_waivers=strict_waivers,
+            about=facts,
+        )
+    )
 
 
 def exact(case: Case) -> Exact:

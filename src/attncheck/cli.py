@@ -80,6 +80,8 @@ Examples:
 @click.option("--fail-fast", is_flag=True, help="Stop at the first violation.")
 @click.option("-n", "processes", type=click.IntRange(min=0), metavar="N", help="Processes.  [default: one per core]")
 @click.option("--save", metavar="DIR", help="Where failing cases go.  [default: .attncheck/failures]")
+@click.option("--waivers", metavar="FILE", help="Violations that are settled, one a line (see the README).")
+@click.option("--strict-waivers", is_flag=True, help="A waiver that is stale fails the run: exit code 1.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the machine-readable report; - is standard output.")
 def verify(
     targets: tuple[str, ...],
@@ -94,6 +96,8 @@ def verify(
     fail_fast: bool,
     processes: int | None,
     save: str | None,
+    waivers: str | None,
+    strict_waivers: bool,
     json_file: str | None,
     **loading: Any,
 ) -> None:
@@ -123,6 +127,8 @@ def verify(
         block=block_sizes(block),
         require=words(require),
         save=save or DEFAULT_SAVE,
+        waivers=waivers,
+        strict_waivers=strict_waivers,
     )
     selection.check_names()
     count = launching.default_processes() if processes is None else max(processes, 1)
@@ -157,6 +163,52 @@ def replay(fixture: str, target: str, **loading: Any) -> None:
     record = read(fixture)
     candidate = Selection(targets=(target,), **_loading(loading)).load(target)
     sys.exit(showing.show_replay(record, candidate, judge_again(record, candidate)))
+
+
+@cli.command(
+    epilog="""\b
+Examples:
+  attncheck power --quick
+  attncheck power --faults K06,B039 --seeds 3
+  attncheck power --json power.json --markdown docs/POWER.md
+
+Exit code: 0 every fault is caught under every seed, 1 some fault is missed, 2 an error."""
+)
+@click.option("--faults", multiple=True, metavar="NAMES", help="Only these: kinds as K06, ids as B039, reports.")
+@click.option("--seeds", type=click.IntRange(min=1), metavar="N", help="Hunt under the seeds 0 to N-1.  [default: 10]")
+@click.option("--examples", type=click.IntRange(min=1), metavar="N", help="At most N per fault.  [default: verify's]")
+@click.option("--quick", is_flag=True, help="Two seeds, 400 examples, shrinking under one seed.")
+@click.option("-n", "processes", type=click.IntRange(min=1), metavar="N", help="Processes.  [default: one per core]")
+@click.option("--json", "json_file", metavar="FILE", help="Write the report as JSON; - is standard output.")
+@click.option("--markdown", "markdown_file", metavar="FILE", help="Write the report as a page of Markdown.")
+def power(
+    faults: tuple[str, ...],
+    seeds: int | None,
+    examples: int | None,
+    quick: bool,
+    processes: int | None,
+    json_file: str | None,
+    markdown_file: str | None,
+) -> None:
+    """Measure what the suite catches: plant every fault of the zoo, and hunt it.
+
+    For each fault: the property that catches it, after how many examples, how small the case is after
+    shrinking, and which public checking habits catch it too.
+    """
+    from attncheck import launching, power_report, powering, showing
+    from attncheck.selection import words
+
+    chosen = powering.plan(words(faults), seeds=seeds, examples=examples, quick=quick)
+    out = showing.Output(json_file)
+    page = None if markdown_file is None else showing.writable(markdown_file, "--markdown")
+    count = launching.default_processes() if processes is None else processes
+    with showing.progress() as progress:
+        document = powering.measure(chosen, processes=count, progress=progress)
+    out.say(power_report.render(document, showing.width()).rstrip("\n"))
+    out.write(document)
+    if page is not None:
+        showing.write(page, power_report.markdown(document), "--markdown")
+    sys.exit(VIOLATED if document["summary"]["missed"] else HELD)
 
 
 @cli.command("list", epilog="Example: attncheck list properties")

@@ -18,6 +18,7 @@ from attncheck.document import build, died, placeholder
 from attncheck.launching import about, limit_threads
 from attncheck.report import failure_lines, render
 from attncheck.selection import DEFAULT_SAVE, Selection, SelectionError, Work, block_sizes, plan, words
+from attncheck.waivers import WaiverError
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -57,9 +58,11 @@ def selection_of(config: pytest.Config) -> Selection:
             block=block_sizes(get("attncheck_block")),
             require=words(get("attncheck_require")),
             save=get("attncheck_save") or DEFAULT_SAVE,
+            waivers=get("attncheck_waivers"),
+            strict_waivers=get("attncheck_strict_waivers"),
         )
         selection.check_names()
-    except SelectionError as error:
+    except (SelectionError, WaiverError) as error:
         raise pytest.UsageError(str(error)) from None
     return selection
 
@@ -244,6 +247,8 @@ class Run:
             targets=self.selection.targets,
             require=self.selection.require,
             errors=self.errors,
+            waivers=self.selection.read_waivers(),
+            strict_waivers=self.selection.strict_waivers,
             about=about(self.selection, self.processes, time.monotonic() - self.started),
         )
         path = self.config.getoption("attncheck_json")

@@ -12,6 +12,8 @@
     checked_twice  cases whose exact answer both engines computed
     exit_code      0, 1, 2 or 3, and why: a list of sentences (empty for 0 and 1)
     errors         what went wrong that is no verdict
+    waivers        per line of the waiver file: entry, candidate, property, condition, reason, the judged
+                   cases that met its condition (held, violated), and its status
     candidates     per target: name, target, convention, device, dtypes, offers, lacks, conventions and
                    profiles (where they differ from the default), properties
       properties   per property: name, title, status, the sums over dtypes, the worst element, the
@@ -24,7 +26,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attncheck.waivers import Waiver
 
 FORMAT = "attncheck-report"
 VERSION = 1
@@ -50,12 +55,16 @@ def build(
     targets: Sequence[str] = (),
     require: Sequence[str] = (),
     errors: Sequence[str] = (),
+    waivers: Sequence[Waiver] = (),
+    strict_waivers: bool = False,
     about: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document of a run. ``titles`` are the properties' titles by name, in the order of the table;
-    ``targets`` those of the run, in its order (rows of several processes arrive in any); ``about`` the
+    ``targets`` those of the run, in its order (rows of several processes arrive in any); ``waivers`` those
+    that were applied, which fail the run where ``strict_waivers`` and one of them is stale; ``about`` the
     run's own facts (seed, command, seconds, …)."""
     from attncheck import __version__
+    from attncheck.waivers import STALE, outcomes
 
     known: dict[str, dict[str, Any]] = {}
     by_target: dict[str, list[dict[str, Any]]] = {}
@@ -81,6 +90,9 @@ def build(
         ]
         candidates.append({**facts, "properties": properties})
     code, why = _exit(candidates, require, problems)
+    settled = outcomes(waivers, candidates)
+    if strict_waivers and code in (0, 3) and any(waiver["status"] in STALE for waiver in settled):
+        code = 1
     run = dict(about or {})
     judgements = sum(p["examples"] for c in candidates for p in c["properties"])
     # an example is a case that all the properties have judged: as slow as the one with the most cases
@@ -99,6 +111,7 @@ def build(
         "exit_code": code,
         "why": why,
         "errors": problems,
+        "waivers": settled,
         "candidates": candidates,
     }
 
@@ -127,6 +140,8 @@ def died(facts: dict[str, Any], name: str, dtype: str, how: str = "") -> dict[st
         "offered": True,
         "reasons": {},
         "known_reasons": {},
+        "leans": {},
+        "waived": {},
         "seconds": 0.0,
         "failure": {
             "kind": "died",

@@ -60,6 +60,8 @@ def tally_as_data(tally: Tally) -> dict[str, Any]:
         "offered": tally.offered,
         "reasons": dict(tally.reasons),
         "known_reasons": dict(tally.known_reasons),
+        "leans": {name: {"cases": cases, "mean": mean} for name, (cases, mean) in tally.leans.items()},
+        "waived": {entry: list(counts) for entry, counts in tally.waived.items()},
         "seconds": tally.seconds,
     }
 

@@ -179,4 +179,11 @@ def _broken(selection: Selection, processes: int, code: int, item: str, log: str
         tail = "\n".join(log.strip().splitlines()[-15:])
         errors = [f"the run ended with pytest's code {code} before it could report; its last words were:\n{tail}"]
     titles = {name: p.title for name, p in PROPERTIES.items()}
-    return build(rows, titles=titles, require=selection.require, errors=errors, about=about(selection, processes, 0.0))
+    return build(
+        rows,
+        titles=titles,
+        require=selection.require,
+        errors=errors,
+        waivers=selection.read_waivers(),
+        about=about(selection, processes, 0.0),
+    )

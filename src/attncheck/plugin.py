@@ -41,6 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(f"{prefix}seed", type=int, default=0, metavar="N", help="which cases are drawn (default: 0)")
     group.addoption(f"{prefix}block", metavar="N[,N]", help="the kernel's own block size, to draw lengths around")
     group.addoption(f"{prefix}save", metavar="DIR", help="where failing cases go (default: .attncheck/failures)")
+    group.addoption(f"{prefix}waivers", metavar="FILE", help="violations that are settled, one a line")
+    group.addoption(f"{prefix}strict-waivers", action="store_true", help="a stale waiver fails the run")
     group.addoption(f"{prefix}json", metavar="FILE", help="write the machine-readable report there")
     group.addoption(f"{prefix}events", metavar="FILE", help=argparse.SUPPRESS)
 

@@ -213,6 +213,21 @@ def _most(candidate: dict[str, Any], key: str) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda pair: -pair[1])
 
 
+def _stale(document: dict[str, Any]) -> list[str]:
+    """The waivers that should be looked at, by name."""
+    lines = []
+    for waiver in document.get("waivers", ()):
+        held = waiver["held"]
+        said = {
+            "unexpected pass": f"unexpected pass: none of the {held:,} judged cases that met its condition is violated",
+            "matched nothing": "it matches nothing: no judged case met its condition",
+        }.get(waiver["status"])
+        if said is not None:
+            column = f"{waiver['candidate']} | {waiver['property']} | {waiver['condition']}"
+            lines.append(f"waiver {waiver['entry']} ({column}): {said}")
+    return lines
+
+
 def _closing(document: dict[str, Any]) -> list[Line]:
     lines: list[Line] = []
     if document["judgements"]:
@@ -230,6 +245,7 @@ def _closing(document: dict[str, Any]) -> list[Line]:
     if document["errors"]:
         lines += [("", ""), *((f"error: {sentence}", _STYLES["violated"]) for sentence in document["errors"])]
         return lines
+    lines += [(line, "yellow") for line in _stale(document)]
     violated = [
         f"{p['title']} of {c['name']}"
         for c in document["candidates"]
@@ -238,6 +254,8 @@ def _closing(document: dict[str, Any]) -> list[Line]:
     ]
     if violated:
         lines.append((f"violated: {', '.join(violated)}", _STYLES["violated"]))
+    elif document["exit_code"] == 1:
+        lines.append(("stale waivers fail the run (--strict-waivers)", _STYLES["violated"]))
     elif document["why"]:
         lines += [(f"not judged: {sentence}", _STYLES["not judged"]) for sentence in document["why"]]
     else:

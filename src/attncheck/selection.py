@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attncheck.kernels.candidate import Candidate
+    from attncheck.waivers import Waiver
 
 #: cases per candidate and property, over all dtypes: about a minute for one kernel on two cores
-DEFAULT_EXAMPLES = 2400
+DEFAULT_EXAMPLES = 1200
 
 #: what `examples` means where only --seconds was given: more than anyone waits for
 UNLIMITED = 1_000_000
@@ -32,6 +33,7 @@ class Selection:
 
     ``isolate`` runs each candidate in a child process, with ``timeout`` seconds per case (None: 60).
     ``examples`` is None where it was not given. ``seconds`` bounds the drawing of the whole run.
+    ``waivers`` is the path of a waiver file; with ``strict_waivers`` a stale line in it fails the run.
     Raises SelectionError.
     """
 
@@ -51,6 +53,8 @@ class Selection:
     block: tuple[int, ...] | None = None
     require: tuple[str, ...] = ()
     save: str = DEFAULT_SAVE
+    waivers: str | None = None
+    strict_waivers: bool = False
 
     def __post_init__(self) -> None:
         if not self.targets:
@@ -66,6 +70,10 @@ class Selection:
             raise SelectionError(f"--examples is {self.examples}; it must be at least 1")
         if self.seconds is not None and not 0 < self.seconds < float("inf"):
             raise SelectionError(f"--seconds is {self.seconds:g}; it must be a positive number")
+        if self.strict_waivers and self.waivers is None:
+            raise SelectionError(
+                "--strict-waivers is given but --waivers is not; there is no waiver to be strict about"
+            )
         if not 0 <= self.seed < 2**64:
             raise SelectionError(f"--seed is {self.seed}; it must be from 0 to 2^64 - 1")
         if self.block is not None and (not self.block or min(self.block) < 1):
@@ -79,7 +87,8 @@ class Selection:
         return DEFAULT_EXAMPLES if self.seconds is None else UNLIMITED
 
     def check_names(self) -> None:
-        """Raise SelectionError for a dtype, property, feature or output that does not exist."""
+        """Raise SelectionError for a dtype, property, feature or output that does not exist, and
+        WaiverError for a waiver file that cannot be used."""
         from attncheck.oracle.features import FEATURES
         from attncheck.oracle.formats import FORMATS
         from attncheck.oracle.result import OUTPUTS
@@ -95,10 +104,17 @@ class Selection:
             for value in values:
                 if value not in accepted:
                     raise SelectionError(f"{option} is {value!r}; accepted are {', '.join(accepted)}")
+        self.read_waivers()
+
+    def read_waivers(self) -> tuple[Waiver, ...]:
+        """The lines of the waiver file; none without one. Raises WaiverError."""
+        from attncheck.waivers import read
+
+        return () if self.waivers is None else read(self.waivers)
 
     def load(self, target: str, **declared: Any) -> Candidate:
-        """Load one target under this selection's options; ``declared`` are further ones of
-        kernels.loading.load. Raises its LoadError."""
+        """Load one target under this selection's options, waivers included; ``declared`` are further
+        options of kernels.loading.load. Raises its LoadError, and WaiverError."""
         from attncheck.kernels.isolated import isolated
         from attncheck.kernels.loading import load
 
@@ -111,8 +127,15 @@ class Selection:
             **declared,
         }
         if self.isolate:
-            return isolated(target, timeout=DEFAULT_TIMEOUT if self.timeout is None else self.timeout, **options)
-        return load(target, **options)
+            limit = DEFAULT_TIMEOUT if self.timeout is None else self.timeout
+            return self.waive(target, isolated(target, timeout=limit, **options))
+        return self.waive(target, load(target, **options))
+
+    def waive(self, target: str, candidate: Candidate) -> Candidate:
+        """The candidate with the waivers that name it. Raises WaiverError."""
+        from attncheck.waivers import waived
+
+        return waived(candidate, target, self.read_waivers())
 
     def arguments(self, prefix: str = "--") -> list[str]:
         """These options as command-line words, without the targets and where not the default.
@@ -136,6 +159,10 @@ class Selection:
             option("block", ",".join(map(str, self.block)))
         if self.save != DEFAULT_SAVE:
             option("save", self.save)
+        if self.waivers is not None:
+            option("waivers", self.waivers)
+        if self.strict_waivers:
+            words.append(f"{prefix}strict-waivers")
         return words
 
     def loading_arguments(self, prefix: str = "--") -> list[str]:

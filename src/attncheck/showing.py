@@ -31,10 +31,8 @@ class Output:
     def __init__(self, json_file: str | None) -> None:
         self.json_file = json_file
         self.stream = sys.stderr if json_file == "-" else sys.stdout
-        if json_file not in (None, "-"):
-            folder = Path(str(json_file)).resolve().parent
-            if Path(str(json_file)).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-                raise SelectionError(f"--json is {json_file}, which cannot be written")
+        if json_file is not None and json_file != "-":
+            writable(json_file, "--json")
 
     def say(self, text: str) -> None:
         print(text, file=self.stream, flush=True)
@@ -48,18 +46,40 @@ class Output:
         color = terminal and "NO_COLOR" not in os.environ
         self.stream.write(render(document, width=width, color=color))
         self.stream.flush()
+        self.write(document)
+
+    def write(self, document: dict[str, Any]) -> None:
+        """Write the JSON, where it is asked for."""
         if self.json_file is None:
             return
         text = json.dumps(document, indent=1, allow_nan=False) + "\n"
         if self.json_file == "-":
             sys.stdout.write(text)
-            return
-        beside = Path(f"{self.json_file}.part")
-        try:
-            beside.write_text(text, encoding="utf-8")
-            beside.replace(self.json_file)
-        except OSError as error:
-            raise SelectionError(f"--json is {self.json_file}, which cannot be written: {error.strerror}") from None
+        else:
+            write(self.json_file, text, "--json")
+
+
+def writable(file: str, option: str) -> str:
+    """``file``. Raises SelectionError where it cannot be written: before the work, not after it."""
+    folder = Path(file).resolve().parent
+    if Path(file).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise SelectionError(f"{option} is {file}, which cannot be written")
+    return file
+
+
+def write(file: str, text: str, option: str) -> None:
+    """The whole file or nothing. Raises SelectionError where it cannot be written."""
+    beside = Path(f"{file}.part")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    except OSError as error:
+        raise SelectionError(f"{option} is {file}, which cannot be written: {error.strerror}") from None
+
+
+def width() -> int:
+    """Columns of the terminal: COLUMNS, or the terminal's, or 80; unlimited in a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
 
 
 @contextmanager
