@@ -109,7 +109,7 @@ def empty_row_contract(candidate: Candidate, case: Case, presentation: Presentat
             return verdict
         if verdict.outcome is Outcome.VIOLATED and verdict.kind in ("contract", "non-finite", *NO_RESULT):
             return verdict
-        if output in ("o", "lse", "dq"):
+        if output in ("o", "lse", "dq") and verdict.outcome is not Outcome.VACUOUS:
             judged += int(empty_elements(case, output).sum())
     return Verdict(Outcome.HOLDS, judged=judged) if judged else Verdict(Outcome.VACUOUS, "no element of it is judged")
 
