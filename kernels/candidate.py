@@ -18,8 +18,8 @@ PROMISES: dict[str, str] = {
     "repeatable": "calling twice gives the same",
     "batch-invariant": "a batch entry alone gives the same as in company",
     "strided": "q, k, v and do of any strides, 0 included, are answered as rightly as contiguous copies, or declined",
-    "layout-invariant": "q, k, v and do of any strides, and keys and values in pages, give the same as contiguous "
-    "copies",
+    "layout-invariant": "q, k, v and do of any strides, keys and values in pages, and packed batches, give the same "
+    "as contiguous, padded copies",
     "padding-not-read": "padded rows and keys, where it is told the lengths, may hold anything, NaN included: the same",
     "masked-not-read": "keys and values that no row sees (by mask, causal, window, bias of -inf or length) may hold "
     "anything, NaN included: the same",
@@ -67,7 +67,8 @@ class Candidate:
     precision profile per dtype; a dtype without one gets the default.
 
     ``takes_layouts``: the layouts of q, k, v and do that run realises; ``takes_pages``: it puts keys
-    and values in pages where the presentation asks for them. Both are about run, which for a plain
+    and values in pages where the presentation asks for them; ``takes_packed``: it puts a batch packed,
+    where the case has no mask, bias or keep of every pair. All are about run, which for a plain
     callable is its adapter; whether the kernel then owes the same answer is what ``promises`` (of
     PROMISES) says.
     """
@@ -84,6 +85,7 @@ class Candidate:
     blocks: tuple[int, ...] = ()
     takes_layouts: frozenset[str] = frozenset({"contiguous"})
     takes_pages: bool = False
+    takes_packed: bool = False
     promises: frozenset[str] = frozenset()
     convention: str = "case"
     device: str = "cpu"
@@ -115,6 +117,8 @@ class Candidate:
         """Why its run cannot put a case so; None where it can."""
         if presentation.page_size is not None and not self.takes_pages:
             return "it takes no pages of keys and values"
+        if presentation.packed and not self.takes_packed:
+            return "it takes no packed batches"
         for name, layout in zip(("q", "k", "v", "do"), presentation.layouts, strict=True):
             if layout not in self.takes_layouts:
                 return f"it takes {name} {' or '.join(x for x in LAYOUTS if x in self.takes_layouts)}, not {layout}"

@@ -24,7 +24,7 @@ from ..oracle.formats import FORMATS, Format, format_of
 from ..oracle.profile import Profile
 from ..oracle.result import GRADIENTS, Result
 from .candidate import PROMISES, Candidate
-from .presenting import present
+from .presenting import present, unpacked
 
 #: sizes of a query block and of a key block where the presentation leaves the choice to the kernel
 DEFAULT_BLOCKS: tuple[int, ...] = (64,)
@@ -91,14 +91,21 @@ class _Tiles:
         self.q_lengths = None if case.q_lengths is None else np.array(case.q_lengths, dtype=np.int64)
         self.k_lengths = None if case.k_lengths is None else np.array(case.k_lengths, dtype=np.int64)
         given = present(case, presentation)
+
+        def rows(array: np.ndarray) -> np.ndarray:
+            padded = array if given.q_starts is None else unpacked(array, given.q_starts, sq)
+            return self.split(self.load(padded, self.q_lengths))
+
         k, v = given.k, given.v
         if given.table is not None:
             k, v = (_read_pages(pool, given.table, sk) for pool in (k, v))
-        self.q = self.split(self.load(given.q, self.q_lengths))
+        elif given.k_starts is not None:
+            k, v = (unpacked(x, given.k_starts, sk) for x in (k, v))
+        self.q = rows(given.q)
         self.k = self.load(k, self.k_lengths)
         self.v = self.load(v, self.k_lengths)
-        self.do = None if given.do is None else self.split(self.load(given.do, self.q_lengths))
-        self.dlse = None if given.dlse is None else self.split(self.load(given.dlse[..., None], self.q_lengths))
+        self.do = None if given.do is None else rows(given.do)
+        self.dlse = None if given.dlse is None else rows(given.dlse[..., None])
         self.fill = given.fill
         self.kt = self.k.swapaxes(-1, -2)
         self.vt = self.v.swapaxes(-1, -2)
@@ -429,6 +436,7 @@ def candidate(*, accumulator: str | None = None, round_p: bool = False, name: st
         takes_blocks=True,
         takes_layouts=frozenset(LAYOUTS),
         takes_pages=True,
+        takes_packed=True,
         promises=frozenset(PROMISES),
         about="blocked online softmax in NumPy over BLAS, forward and backward",
     )

@@ -1,4 +1,4 @@
-"""A presentation's memory: how q, k, v and do lie in it, what is poisoned, and pages of keys and values.
+"""A presentation's memory: how q, k, v and do lie in it, what is poisoned, packed batches and pages.
 
 For kernels and adapters: they ask ``present`` for the arrays of a case in place of reading the case.
 Poison only ever goes where the answer may not depend on it.
@@ -20,8 +20,11 @@ MARGINS: tuple[int, int, int, int] = (1, 1, 1, 8)
 #: pages of the pool that belong to nobody
 UNUSED_PAGES = 2
 
-#: layouts, poison and page size of a presentation that leaves memory as the case has it
-AS_IT_IS = (Presentation().layouts, None, None)
+#: rows at the end of a packed batch that belong to nobody
+SPARE_ROWS = 2
+
+#: layouts, poison, page size and packing of a presentation that leaves memory as the case has it
+AS_IT_IS = (Presentation().layouts, None, None, False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +35,10 @@ class Presented:
     ``k``, ``v`` likewise, as views with the strides of their layout. Where ``table`` is given, k and v
     are pools [pages, page_size, Hk, D or Dv] and key j of batch entry b lies in page
     ``table[b, j // page_size]`` at ``j % page_size``; entries of the table past the last page in use
-    name a page that belongs to nobody. ``fill`` is what fresh output buffers are to hold.
+    name a page that belongs to nobody. Where ``q_starts`` and ``k_starts`` are given, int32 [B + 1], the
+    batch is packed: q, do and dlse have a batch axis of 1, and rows ``q_starts[b]`` to ``q_starts[b + 1]``
+    of it are entry b's; so do k and v that lie in no pages. ``fill`` is what fresh output buffers are to
+    hold.
     """
 
     q: np.ndarray
@@ -42,6 +48,8 @@ class Presented:
     dlse: np.ndarray | None
     table: np.ndarray | None
     fill: float
+    q_starts: np.ndarray | None = None
+    k_starts: np.ndarray | None = None
 
 
 def present(
@@ -55,7 +63,8 @@ def present(
     ``axes``: the order of [B, H, S, D] in which the kernel takes its arrays (layouts refer to it;
     pages have an order of their own).
     """
-    memory = (presentation.layouts, presentation.poison, presentation.page_size)
+    assert told_lengths or not presentation.packed
+    memory = (presentation.layouts, presentation.poison, presentation.page_size, presentation.packed)
     if memory == AS_IT_IS and told_lengths and axes == (0, 1, 2, 3):
         return Presented(case.q, case.k, case.v, case.do, case.dlse, None, 0.0)
     fill = poison_value(presentation.poison, case.format)
@@ -72,7 +81,12 @@ def present(
         if presentation.poison_hidden:
             unread |= hidden_keys(case)
         arrays["k"], arrays["v"] = _filled(case.k, unread, fill), _filled(case.v, unread, fill)
-    table = None
+    table = q_starts = k_starts = None
+    if presentation.packed:
+        q_starts, k_starts = starts(case.q_length), starts(case.k_length)
+        for name, at in (("q", q_starts), ("do", q_starts), ("dlse", q_starts), ("k", k_starts), ("v", k_starts)):
+            if presentation.page_size is None or name not in ("k", "v"):
+                arrays[name] = _packed(arrays[name], at, fill)
     if presentation.page_size is not None:
         table = page_table(case, presentation.page_size)
         arrays["k"], arrays["v"] = (_pool(case, arrays[name], table, presentation.page_size, fill) for name in "kv")
@@ -83,7 +97,7 @@ def present(
             array = array.transpose(axes)
         laid[name] = None if array is None else lay_out(array, layout, fill)
     assert laid["q"] is not None and laid["k"] is not None and laid["v"] is not None
-    return Presented(laid["q"], laid["k"], laid["v"], laid["do"], arrays["dlse"], table, fill)
+    return Presented(laid["q"], laid["k"], laid["v"], laid["do"], arrays["dlse"], table, fill, q_starts, k_starts)
 
 
 def poison_value(poison: str | None, storage: Format) -> float:
@@ -173,6 +187,32 @@ def hidden_keys(case: Case) -> np.ndarray:
             if first < stop:
                 seen[b, ..., first:stop] |= allowed[b, :, i, first:stop].reshape(hk, case.group, -1)
     return np.asarray(~seen.any(axis=2))
+
+
+# -- packed batches ------------------------------------------------------------------------------
+
+
+def starts(lengths: tuple[int, ...]) -> np.ndarray:
+    """Cumulative lengths, int32 [B + 1]: where each entry of a packed batch starts, and where the last ends."""
+    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32)
+
+
+def _packed(array: np.ndarray | None, at: np.ndarray, fill: float) -> np.ndarray | None:
+    """[B, H, S, ...] as [1, H, T + SPARE_ROWS, ...]; the spare rows hold ``fill``."""
+    if array is None:
+        return None
+    out = np.full((1, array.shape[1], at[-1] + SPARE_ROWS, *array.shape[3:]), fill, dtype=array.dtype)
+    for b in range(len(array)):
+        out[0, :, at[b] : at[b + 1]] = array[b, :, : at[b + 1] - at[b]]
+    return out
+
+
+def unpacked(array: np.ndarray, at: np.ndarray, size: int, fill: float = 0.0) -> np.ndarray:
+    """A packed [1, H, T, ...] as [B, H, size, ...], with ``fill`` in the rows past each entry's length."""
+    out = np.full((len(at) - 1, array.shape[1], size, *array.shape[3:]), fill, dtype=array.dtype)
+    for b in range(len(out)):
+        out[b, :, : at[b + 1] - at[b]] = array[0, :, at[b] : at[b + 1]]
+    return out
 
 
 # -- pages ---------------------------------------------------------------------------------------

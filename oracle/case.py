@@ -325,7 +325,8 @@ class Presentation:
     may read: padded rows and keys, what surrounds a slice, unused pages, fresh output buffers; "nan",
     "inf" or "huge", None for zeros (padding stays as the case has it). ``poison_hidden``: the poison
     also fills the keys and values that no row of any of their query heads sees. ``page_size``: keys
-    and values come in pages of this many keys, in a pool whose order is not theirs. Raises CaseError.
+    and values come in pages of this many keys, in a pool whose order is not theirs. ``packed``: the
+    batch entries lie one after another without padding, as cumulative lengths say. Raises CaseError.
     """
 
     route: str = "flags"
@@ -335,8 +336,10 @@ class Presentation:
     poison: str | None = None
     page_size: int | None = None
     poison_hidden: bool = False
+    packed: bool = False
 
     def __post_init__(self) -> None:
+        _check(isinstance(self.packed, bool), f"packed is {self.packed!r}; it must be a bool")
         ok = isinstance(self.layouts, (tuple, list)) and len(self.layouts) == 4
         ok = ok and all(layout in LAYOUTS for layout in self.layouts)
         _check(ok, f"layouts is {self.layouts!r}; it must hold one of {', '.join(LAYOUTS)} for each of q, k, v and do")

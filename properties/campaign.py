@@ -44,6 +44,7 @@ def plan_for(candidate: Candidate, prop: Property, dtype: str, block: tuple[int,
         takes_layouts=candidate.takes_layouts >= set(LAYOUTS)
         and candidate.promises >= {"layout-invariant", "padding-not-read"},
         takes_pages=candidate.takes_pages,
+        takes_packed=candidate.takes_packed,
     )
 
 

@@ -262,6 +262,21 @@ _SELF_COMPARED: tuple[Property, ...] = (
         _ANY,
         contracts.layouts,
     ),
+    Property(
+        "packed",
+        "packed batch",
+        "a ragged batch without padding gives the same as a padded one",
+        _ANY,
+        contracts.packed,
+    ),
+    Property(
+        "with-gradients",
+        "with gradients",
+        "O and LSE are the same whether gradients are asked for or not",
+        FORWARD,
+        contracts.with_gradients,
+        _BACK,
+    ),
     Property("padding", "padding unread", "NaN in padding changes nothing", ("o",), contracts.padding),
     Property(
         "masked", "masked keys", "other numbers in keys that no row sees change nothing", ("o",), contracts.masked

@@ -15,7 +15,7 @@ from ..kernels.candidate import Candidate
 from ..oracle.case import Case, Presentation
 from ..oracle.visibility import visible
 from . import transform
-from .asking import all_outputs
+from .asking import BACKWARD, FORWARD, all_outputs
 from .compare import Move, Side, agree, call, identical, same
 from .metamorphic_forward import vacuous
 from .verdict import Outcome, Verdict, first_or_worst
@@ -26,8 +26,8 @@ PLAIN: Layouts = ("contiguous", "contiguous", "contiguous", "contiguous")
 
 
 def plain(presentation: Presentation) -> Presentation:
-    """The presentation in contiguous memory without poison or pages."""
-    return replace(presentation, layouts=PLAIN, poison=None, poison_hidden=False, page_size=None)
+    """The presentation in contiguous memory, padded, without poison or pages."""
+    return replace(presentation, layouts=PLAIN, poison=None, poison_hidden=False, page_size=None, packed=False)
 
 
 def _promised(
@@ -130,6 +130,49 @@ def layouts(candidate: Candidate, case: Case, presentation: Presentation) -> Ver
     for what, a, b in pairs:
         verdicts.append(b if isinstance(b, Verdict) else agree(what, [same(x, a, b) for x in a.arrays], "contiguous"))
     return first_or_worst(verdicts)
+
+
+def packed(candidate: Candidate, case: Case, presentation: Presentation) -> Verdict:
+    """A ragged batch that is packed, entry after entry without padding, gives what it gives padded.
+
+    A case without lengths is given rows and keys that differ from entry to entry, and a batch of one is
+    given company. Positions count from each sequence's own first row.
+    """
+    if not candidate.takes_packed:
+        return Verdict(Outcome.DECLINED, "it takes no packed batches")
+    if any(array is not None for array in (case.mask, case.bias, case.keep)):
+        return vacuous("a mask, bias or keep of every pair keeps a batch padded")
+    batch, _, _, rows, keys, _, _ = case.shape
+    if 0 in (batch, rows):
+        return vacuous("there are no rows")
+    if batch == 1:
+        case, batch = transform.entries(case, [0, 0]), 2
+    if case.q_lengths is None and case.k_lengths is None and "lengths" not in candidate.lacks:
+        fewer = [min(b + 1, 2) for b in range(batch)]
+        case = replace(
+            case,
+            q_lengths=tuple(max(1, rows - n) for n in fewer),
+            k_lengths=tuple(max(min(1, keys), keys - n) for n in reversed(fewer)),
+        )
+    before = replace(plain(presentation), route="flags")
+    a = call(candidate, case, before)
+    if isinstance(a, Verdict):
+        return a
+    b = call(candidate, case, replace(before, packed=True))
+    return _promised("layout-invariant", [("a packed batch", a, b)], "padded", bounded=True)
+
+
+def with_gradients(candidate: Candidate, case: Case, presentation: Presentation) -> Verdict:
+    """O and the log-sum-exp are the same, within both bounds, whether gradients are asked for or not."""
+    if case.do is None or not set(BACKWARD) & candidate.offers:
+        return vacuous("no gradients are asked for")
+    a = call(candidate, case, presentation, FORWARD)
+    if isinstance(a, Verdict):
+        return a
+    b = call(candidate, case, presentation, (*FORWARD, *BACKWARD))
+    if isinstance(b, Verdict):
+        return b
+    return agree("asked for with gradients", [same(x, a, b) for x in a.arrays], "alone")
 
 
 def _as_taken(candidate: Candidate, names: Layouts) -> Layouts:

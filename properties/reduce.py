@@ -35,7 +35,7 @@ OPTIONS = (
 )
 
 #: what a step may change of the presentation; all else belongs to the case
-PRESENTED = ("route", "q_blocks", "k_blocks", "layouts", "poison", "poison_hidden", "page_size")
+PRESENTED = ("route", "q_blocks", "k_blocks", "layouts", "poison", "poison_hidden", "page_size", "packed")
 
 #: arrays with more elements than this are simplified as a whole, not number by number
 ELEMENTWISE = 48
@@ -82,6 +82,7 @@ def cost(case: Case, presentation: Presentation) -> tuple[int, int, int]:
     options += sum(getattr(presentation, name) is not None for name in ("poison", "page_size"))
     numbers = sum(_array_cost(getattr(case, name)) for name in ARRAYS)
     numbers += sum(getattr(case, name) not in (None, 1.0) for name in ("scale", "softcap"))
+    options += presentation.packed
     numbers += (presentation.page_size or 0) + presentation.poison_hidden
     numbers += {None: 0, 0.0: 0, 0.5: 1}.get(case.dropout, 2)
     numbers += sum(1 + side for side in case.window or () if side is not None)
@@ -248,6 +249,8 @@ def _presented(case: Case, presentation: Presentation) -> Iterator[dict[str, Any
         yield {"poison_hidden": False}
     if presentation.page_size is not None:
         yield {"page_size": None}
+    if presentation.packed:
+        yield {"packed": False}
     if (presentation.page_size or 1) > 1:
         yield {"page_size": 1}
     for n, layout in enumerate(presentation.layouts):
@@ -271,7 +274,7 @@ def _whole_arrays(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
         wide = array.astype(np.float64)
         finite = np.where(np.isfinite(wide), wide, 0.0)
         for simpler in _simpler(finite):
-            yield {name: np.where(np.isfinite(wide), simpler, wide).astype(array.dtype)}
+            yield {name: _stored(np.where(np.isfinite(wide), simpler, wide), array.dtype)}
     for name, mask in (("mask", case.mask), ("keep", case.keep)):
         if mask is not None:
             yield {name: np.ones_like(mask)}
@@ -296,8 +299,14 @@ def _numbers(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
                 choices = [c for c in (0.0, 1.0, -1.0, np.round(x), _rounded(x, 1), _rounded(x, 2)) if c != x]
             for choice in choices:
                 changed = array.copy()
-                changed[at] = choice
+                changed[at] = _stored(choice, array.dtype)
                 yield {name: changed}
+
+
+def _stored(x: Any, dtype: np.dtype) -> Array:
+    """In a format; what rounds past its end is infinite, which Case does not take."""
+    with np.errstate(over="ignore"):
+        return np.asarray(x).astype(dtype)
 
 
 def _rounded(x: Any, bits: int) -> Any:

@@ -34,8 +34,9 @@ class Plan:
 
     ``needs`` must be in every case ("backward", "dlse", "bias", "empty-row"), ``avoid`` are
     FEATURES that must not be; ``blocks`` are kernel block sizes around whose multiples lengths are
-    drawn, in addition to small ones; ``takes_blocks``, ``takes_layouts``, ``takes_pages``: draw block
-    sizes, memory layouts with poison, and pages for the presentation.
+    drawn, in addition to small ones; ``takes_blocks``, ``takes_layouts``, ``takes_pages``,
+    ``takes_packed``: draw block sizes, memory layouts with poison, pages, and packed batches for the
+    presentation.
     """
 
     dtype: str
@@ -45,6 +46,7 @@ class Plan:
     takes_blocks: bool = False
     takes_layouts: bool = False
     takes_pages: bool = False
+    takes_packed: bool = False
 
 
 #: features that a third of the cases do without
@@ -118,11 +120,15 @@ def shapes(draw: Draw, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
     b = _pick(draw, [1, 1, 1, 2], "B")
     hk = _pick(draw, [1, 1, 1, 2, 3], "Hk")
     group = 1 if "gqa" in plan.avoid else _pick(draw, [1, 1, 2, 3], "query heads per key head")
+    grouped = False
     if budget <= 12:
         # the smallest cases spend their pairs on keys, not on heads
         b, hk, group = _pick(draw, [(1, 1, 1), (b, hk, group)], "heads")
     elif _one_in(draw, 6, "as many entries as key heads"):
         b, hk, group = 2, 2, min(group, 2)  # a mask per entry that is read as one per head fits here
+    elif "gqa" not in plan.avoid and _one_in(draw, 6, "several groups"):
+        b, hk, group = 1, max(hk, 2), max(group, 2)  # which of the two maps of heads it is shows only here
+        grouped = True
     edges = _edges(plan, budget)
     sq = _pick(draw, edges, "Sq")
     sk = _pick(draw, edges, "Sk")
@@ -130,8 +136,10 @@ def shapes(draw: Draw, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
         # too many pairs: give up queries down to a few, then heads, batch and the rest
         if sq > 3:
             sq = max(2, sq // 4)
-        elif group > 1 and hk > 1 and b == 1:
+        elif group > 1 and hk > 1 and b == 1 and not grouped:
             hk = 1
+        elif grouped:
+            sq, grouped = 1, False
         elif b > 1 and hk == 1:
             b = 1
         elif hk > 1 and b > 1:
@@ -474,6 +482,8 @@ def presentations(draw: Draw, plan: Plan, case: Case) -> Presentation:
         more["poison"] = _pick(draw, POISONS, "poison")
     if plan.takes_pages and _one_in(draw, 6 if case.k_lengths is None else 2, "pages"):
         more["page_size"] = _pick(draw, (1, 2, 4, max(1, case.k.shape[2] // 3), 16), "page size")
+    if plan.takes_packed and case.mask is None and case.bias is None and case.keep is None and route == "flags":
+        more["packed"] = _one_in(draw, 8 if (case.q_lengths, case.k_lengths) == (None, None) else 2, "packed")
     return Presentation(route=route, **more)
 
 

@@ -17,7 +17,7 @@ from attncheck.kernels.presenting import present
 from attncheck.kernels.torch_sdpa import FLASH, MATH
 from attncheck.oracle.case import Case, Presentation
 from attncheck.oracle.formats import FORMATS
-from attncheck.oracle.result import Result
+from attncheck.oracle.result import GRADIENTS, Result
 from attncheck.properties import runs, transform
 from attncheck.properties.campaign import check, known_fault, plan_for
 from attncheck.properties.catalogue import PROPERTIES, applies
@@ -192,6 +192,17 @@ def stride_of_do_ignored(array: np.ndarray, case: Case, presentation: Presentati
     return array * 0 if presentation.layouts[3] == "expanded" else array
 
 
+def causal_when_packed(case: Case, presentation: Presentation) -> Case:
+    """A packed batch is causal, whatever was asked for."""
+    return replace(case, causal="top-left") if presentation.packed else case
+
+
+def in_training(case: Case, presentation: Presentation, want: frozenset[str]) -> Result:
+    """A forward pass of its own where gradients are wanted, which knows no softcap."""
+    other = replace(case, softcap=None) if want & set(GRADIENTS) else case
+    return blocked(other, presentation, want)
+
+
 def times_zero(array: np.ndarray, case: Case, presentation: Presentation) -> object:
     """Reads what it hides, and multiplies it by 0."""
     v = present(case, presentation).v.astype(np.float64)
@@ -254,6 +265,8 @@ WRONG: dict[str, tuple[str, Run]] = {
     "bits of company": ("company", touched(o=bits_of_company)),
     "strides ignored": ("layouts", on(strides_ignored)),
     "stride of dO ignored": ("layouts", touched(dv=stride_of_do_ignored)),
+    "causal when packed": ("packed", on(causal_when_packed)),
+    "another cap in training": ("with-gradients", in_training),
     "padding times 0": ("padding", touched(o=times_zero)),
     "mask ignored": ("masked", on(lambda c, p: replace(c, mask=None))),
     "hidden times 0": ("masked-poison", touched(o=times_zero)),

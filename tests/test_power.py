@@ -115,6 +115,8 @@ WITNESSES: dict[str, str] = {
     "twice": "B168",
     "company": "cheat:ignores-a-batch-entry",
     "layouts": "B109",
+    "packed": "sharp:packed-rows",
+    "with-gradients": "sharp:training-without-dropout",
     "padding": "B199",
     "masked": "B126",
     "masked-poison": "B204",
@@ -122,7 +124,7 @@ WITNESSES: dict[str, str] = {
 }
 
 
-def caught_alone(name: str, fault: Fault, cases: int = 16) -> bool:
+def caught_alone(name: str, fault: Fault, cases: int = 64) -> bool:
     """Whether a property catches a fault by itself, in few cases of one dtype."""
     prop, candidate = PROPERTIES[name], fault.candidate()
     dtype = "float32" if "float32" in candidate.dtypes else candidate.dtypes[0]

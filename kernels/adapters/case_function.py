@@ -45,6 +45,7 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
         known=declared.known,
         takes_layouts=frozenset(LAYOUTS if whole else ("contiguous",)),
         takes_pages=whole,
+        takes_packed=whole,
         promises=declared.promises,
         convention="case",
         device=declared.device,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
+from ...oracle.result import Result
 from .call import Array, Call, Tile
 from .kernel import Kernel, both
 from .registry import ALL, GRADIENTS, fault
@@ -46,6 +48,20 @@ class SummedAfterDropout(Kernel):
     def row_sum(self, tile: Tile, p: Array) -> Array:
         kept = self.kept(tile)
         return super().row_sum(tile, p if kept is None else np.where(kept == 0, 0, p))
+
+
+@fault(
+    "sharp:training-without-dropout",
+    "sharp",
+    "where gradients are asked for, they are right and o is returned as it was without dropout",
+    ("o",),
+)
+class TrainingWithoutDropout(Kernel):
+    def finish(self, call: Call, result: Result) -> Result:
+        if call.keep is None or call.want.isdisjoint(GRADIENTS):
+            return result
+        call.keep = None
+        return replace(result, o=self.forward(call)[0])
 
 
 @fault(

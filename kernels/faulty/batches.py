@@ -109,6 +109,33 @@ class LongestForAll(Kernel):
         return super().lengths(call, b)[0], max(call.k_lengths)
 
 
+# -- packed batches ------------------------------------------------------------------------------
+
+
+@fault("sharp:packed-rows", "sharp", "a packed batch: positions count from its first row, not the sequence's", ALL)
+class RowsOfTheBatch(Kernel):
+    def offset(self, call: Call, b: int) -> int:
+        at = call.memory.q_starts
+        return super().offset(call, b) + (0 if at is None else int(at[b]))
+
+
+@fault(
+    "sharp:packed-tail", "sharp", "a packed batch: the last tile of keys is whole, with keys of the next sequence", ALL
+)
+class NextSequenceSeen(Kernel):
+    def lengths(self, call: Call, b: int) -> tuple[int, int]:
+        rows, keys = super().lengths(call, b)
+        return rows, (keys if call.memory.k_starts is None else min(-(-keys // 4) * 4, call.sk))
+
+    def entry(self, call: Call, array: Array, b: int, of_keys: bool = False) -> Array:
+        own, at = super().entry(call, array, b, of_keys), call.memory.k_starts
+        if at is None or not of_keys:
+            return own
+        more = array[0, :, at[b] : at[b] + call.sk]
+        own[:, : more.shape[1]] = more
+        return own
+
+
 # -- nothing to do -------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...oracle.case import Case, Presentation
 from ...oracle.result import GRADIENTS, Result
+from ..presenting import unpacked
 from .call import Array, Block, Call, Partial, Tile
 
 
@@ -32,12 +33,20 @@ class Kernel:
     def read(self, call: Call, name: str, b: int, h: int) -> Array:
         """One head of "q", "k", "v" or "do" as it lies in memory, [S, D]."""
         array: Array = getattr(call.memory, name)
-        if call.memory.table is None or name not in ("k", "v"):
-            return array[b, h]
+        of_keys = name in ("k", "v")
+        if call.memory.table is None or not of_keys:
+            return self.entry(call, array, b, of_keys)[h]
         page, slot = self.page(call, b, np.arange(self.lengths(call, b)[1]))
         out = np.zeros((call.sk, array.shape[3]), array.dtype)
         out[: len(page)] = array[page, slot, h]
         return out
+
+    def entry(self, call: Call, array: Array, b: int, of_keys: bool = False) -> Array:
+        """Batch entry b of q, k, v, do or dlse: [H, S, ...], also where the batch is packed."""
+        at = call.memory.k_starts if of_keys else call.memory.q_starts
+        if at is None:
+            return array[b]
+        return unpacked(array, at[b : b + 2], call.sk if of_keys else call.sq)[0]
 
     def page(self, call: Call, b: int, j: Array) -> tuple[Array, Array]:
         """Page of the pool and place in it of these keys."""
@@ -258,7 +267,7 @@ class Kernel:
         if call.memory.dlse is None:
             return np.zeros(call.sq, call.wide)
         rows = self.lengths(call, b)[0]
-        return np.where(np.arange(call.sq) < rows, call.memory.dlse[b, h], 0).astype(call.wide)
+        return np.where(np.arange(call.sq) < rows, self.entry(call, call.memory.dlse, b)[h], 0).astype(call.wide)
 
     def delta(self, call: Call, b: int, h: int, do: Array, o: Array) -> Array:
         """rowsum(dO * O) less the gradient of the log-sum-exp, [Sq, 1]."""

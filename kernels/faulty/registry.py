@@ -105,6 +105,8 @@ def _candidate(name: str, kernel: Kernel, fault: Fault | None, about: str) -> Ca
         takes_blocks=True,
         takes_layouts=frozenset(LAYOUTS),
         takes_pages=True,
+        # a fault in how memory is read is about the padded batch
+        takes_packed=type(kernel).read is Kernel.read,
         promises=frozenset(PROMISES),
         blocks=(DEFAULT_BLOCK,),
         about=about,

@@ -183,17 +183,17 @@ class TruncatedOutput(Kernel):
         return towards_zero(o, call.storage), lse
 
 
-def rounds_p_either_way(dtype: str) -> Profile:
-    """P is rounded to storage in one direction: by up to two units."""
-    return replace(profile(dtype), u_p=2 * format_of(dtype).unit)
+def rounds_p_to_nearest(dtype: str) -> Profile:
+    """P is rounded to storage, to nearest: what the kernel below is meant to do."""
+    return replace(profile(dtype), u_p=format_of(dtype).unit)
 
 
 @fault(
     "sharp:p-rounded-up", "sharp", "P is rounded to storage upwards, so that sums of values of one sign drift",
-    THROUGH_O, dtypes=HALF, profile=rounds_p_either_way,
+    THROUGH_O, dtypes=HALF, profile=rounds_p_to_nearest,
 )  # fmt: skip
 class PRoundedUp(Kernel):
-    """Inside every bound that a kernel which truncates P declares: only a bias statistic can see it."""
+    """Off by less than a unit of P in each weight, and always to the same side."""
 
     def weights(self, tile: Tile, p: Array) -> Array:
         down = towards_zero(p, tile.call.storage)

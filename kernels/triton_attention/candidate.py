@@ -14,7 +14,7 @@ from ...oracle.formats import FORMATS
 from ...oracle.profile import Profile
 from ...oracle.result import GRADIENTS, OUTPUTS, Result
 from ..candidate import Candidate, Unsupported
-from ..presenting import present
+from ..presenting import present, unpacked
 from .tiles import DTYPES, KERNELS, tile
 
 NAME = "triton"
@@ -77,7 +77,7 @@ def _run(case: Case, presentation: Presentation, want: frozenset[str], device: s
     import torch
 
     from ..adapters.tensors import nan_in_fresh_memory, place, same_bits, to_array, to_tensor
-    from .functional import attention
+    from .functional import attention, packed_attention
 
     laid = present(case, presentation)
     given, whole = {}, {}  # the tensors, and the memory that each is a view of
@@ -94,10 +94,19 @@ def _run(case: Case, presentation: Presentation, want: frozenset[str], device: s
         given[name].requires_grad_()
     keywords: dict[str, Any] = {"scale": case.scale, "softcap": case.softcap}
     keywords |= {name: given.get(name) for name in ("alibi_slopes", "mask", "bias")}
-    for axis, lengths in (("q_lengths", case.q_lengths), ("k_lengths", case.k_lengths)):
-        if lengths is not None:
-            keywords[axis] = torch.tensor(lengths, dtype=torch.int32, device=device)
-    if presentation.route == "mask" and (case.causal or case.window):
+    function: Any = attention
+    if laid.q_starts is not None and laid.k_starts is not None:
+        if case.mask is not None or case.bias is not None:
+            raise Unsupported("a packed batch has no mask or bias")
+        function = packed_attention
+        keywords = {name: x for name, x in keywords.items() if name not in ("mask", "bias")}
+        keywords |= {"q_starts": to_tensor(laid.q_starts, device), "k_starts": to_tensor(laid.k_starts, device)}
+        keywords |= {"q_size": max(case.q_length, default=0), "k_size": max(case.k_length, default=0)}
+    else:
+        for axis, lengths in (("q_lengths", case.q_lengths), ("k_lengths", case.k_lengths)):
+            if lengths is not None:
+                keywords[axis] = torch.tensor(lengths, dtype=torch.int32, device=device)
+    if presentation.route == "mask" and (case.causal or case.window) and not presentation.packed:
         band = to_tensor(_band(case), device)
         keywords["mask"] = band if case.mask is None else band & given["mask"]
         if case.alibi_slopes is not None and case.causal == "top-left":
@@ -106,7 +115,7 @@ def _run(case: Case, presentation: Presentation, want: frozenset[str], device: s
         keywords |= {"causal": case.causal, "window": case.window}
     with nan_in_fresh_memory(presentation.poison is not None):
         try:
-            o, lse = attention(given["q"], given["k"], given["v"], **keywords)
+            o, lse = function(given["q"], given["k"], given["v"], **keywords)
         except ValueError as error:
             raise Unsupported(str(error)) from None
         found: dict[str, Any] = {"o": o, "lse": lse}
@@ -119,7 +128,12 @@ def _run(case: Case, presentation: Presentation, want: frozenset[str], device: s
         if device == "cuda":
             torch.cuda.synchronize()
     mutated = tuple(name for name, x in whole.items() if not same_bits(x, saved[name]))
-    return Result(**{name: None if x is None else to_array(x) for name, x in found.items()}, mutated=mutated)
+    arrays = {name: None if x is None else to_array(x) for name, x in found.items()}
+    for name, x in arrays.items():
+        at, size = (laid.k_starts, case.k.shape[2]) if name in ("dk", "dv") else (laid.q_starts, case.q.shape[2])
+        if x is not None and at is not None:
+            arrays[name] = unpacked(x, at, size)
+    return Result(**arrays, mutated=mutated)
 
 
 def _band(case: Case) -> np.ndarray:
@@ -151,6 +165,7 @@ def _candidate(target: str, about: str, device: str) -> Candidate:
         profiles={dtype: profile(dtype, target) for dtype in DTYPES},
         blocks=tuple(sorted({size for t in tiles for size in (t.m, t.n)})),
         takes_layouts=frozenset(LAYOUTS),
+        takes_packed=True,
         # on a GPU other strides are another binary, whose sums may run in another order
         promises=PROMISED | {"layout-invariant"} if target == "interpreter" else PROMISED,
         device=device,

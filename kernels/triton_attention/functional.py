@@ -93,6 +93,49 @@ def attention(
     )
 
 
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_starts: torch.Tensor,
+    k_starts: torch.Tensor,
+    q_size: int,
+    k_size: int,
+    scale: float | None = None,
+    softcap: float | None = None,
+    causal: str | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    order: str = "bhsd",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(O [1, Hq, Tq, Dv], natural log-sum-exp [1, Hq, Tq], float32) of a packed batch: q [1, Hq, Tq, D], k and v.
+
+    Rows ``q_starts[b]`` to ``q_starts[b + 1]`` of q are sequence b's, and likewise of k and v: int32
+    [B + 1]. ``q_size`` and ``k_size`` are the lengths of the longest. The other keywords are those of
+    ``attention``; positions count from a sequence's own first row. ``order`` is how O lies in memory.
+    """
+    return _apply(
+        Problem(
+            q=q,
+            k=k,
+            v=v,
+            batches=q_starts.shape[0] - 1,
+            q_size=q_size,
+            k_size=k_size,
+            scale=_scale(scale, q),
+            softcap=softcap,
+            causal=causal,
+            window=window or (None, None),
+            slopes=_slopes(alibi_slopes),
+            q_ranges=q_starts,
+            k_ranges=k_starts,
+            packed=True,
+            order=order,
+        )
+    )
+
+
 def scaled_dot_product_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -182,24 +225,21 @@ def flash_attn_varlen_func(
     it returns (O, log-sum-exp [Hq, Tq], None).
     """
     _no_dropout(dropout_p)
-    o, lse = _apply(
-        Problem(
-            q=q.transpose(0, 1)[None],
-            k=k.transpose(0, 1)[None],
-            v=v.transpose(0, 1)[None],
-            batches=cu_seqlens_q.shape[0] - 1,
-            q_size=int(max_seqlen_q),
-            k_size=int(max_seqlen_k),
-            scale=_scale(softmax_scale, q),
-            softcap=softcap or None,
-            causal="bottom-right" if causal else None,
-            window=_sides(window_size),
-            slopes=_slopes(alibi_slopes),
-            q_ranges=cu_seqlens_q,
-            k_ranges=cu_seqlens_k,
-            packed=True,
-            order="bshd",
-        )
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    o, lse = packed_attention(
+        q,
+        k,
+        v,
+        q_starts=cu_seqlens_q,
+        k_starts=cu_seqlens_k,
+        q_size=int(max_seqlen_q),
+        k_size=int(max_seqlen_k),
+        scale=softmax_scale,
+        softcap=softcap or None,
+        causal="bottom-right" if causal else None,
+        window=_sides(window_size),
+        alibi_slopes=alibi_slopes,
+        order="bshd",
     )
     o = o[0].transpose(0, 1)
     return (o, lse[0], None) if return_attn_probs else o
