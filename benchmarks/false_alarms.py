@@ -18,96 +18,40 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from attncheck.fixtures import write
 from attncheck.kernels.candidate import Candidate
-from attncheck.kernels.faulty import right
-from attncheck.kernels.loading import LoadError, load
-from attncheck.kernels.numpy_blocked import candidate as numpy_blocked
 from attncheck.oracle.formats import FORMATS
-from attncheck.properties.campaign import check, known_fault
-from attncheck.properties.power import Stream, plans
+from attncheck.properties.campaign import check
+from attncheck.properties.false_alarms import Alarm, judge_right, right_kernels
 from attncheck.properties.replay import make_record
-from attncheck.properties.systematic import Bets
-from attncheck.properties.verdict import Outcome
 
 #: cases of each plan in a unit
 CASES = 256
 #: the first seed: none that the power report uses
-FIRST_SEED = 1000
+FIRST_SEED = 2000
 FORMAT = "attncheck false alarms"
-
-#: slow kernels judge only the first cases of a unit
-FIRST_CASES = {"triton": 8}
-
-
-def right_kernels() -> dict[str, Candidate]:
-    """Every right kernel that can be loaded here, by name."""
-    found = {"zoo:right": right()}
-    for accumulator in ("float32", "float64"):
-        for round_p in (False, True):
-            name = f"numpy-blocked ({accumulator}{', P rounded' if round_p else ''})"
-            kernel = numpy_blocked(accumulator=accumulator, round_p=round_p, name=name)
-            # P in the accumulator's own format is not rounded: that is the other kernel
-            dtypes = tuple(d for d in kernel.dtypes if not (round_p and d == accumulator))
-            found[name] = replace(kernel, dtypes=dtypes)
-    for name in ("torch-sdpa-math", "torch-sdpa-flash", "triton"):
-        try:
-            found[name] = load(name)
-        except LoadError as error:
-            print(f"left out: {error}", file=sys.stderr)
-    return found
 
 
 def unit(dtype: str, seed: int, only: tuple[str, ...], folder: str) -> dict[str, dict[str, Any]]:
     """Judge a unit's cases; returns counts and violations per kernel."""
-    kernels = {
-        name: kernel
-        for name, kernel in right_kernels().items()
-        if (not only or name in only) and dtype in kernel.dtypes
+    kernels = {name: kernel for name, kernel in right_kernels()[0].items() if not only or name in only}
+    return {
+        name: {
+            "cases": counts.cases,
+            **counts.verdicts,
+            "violations": [_saved(kernels[name], alarm, folder) for alarm in counts.alarms],
+        }
+        for name, counts in judge_right(kernels, dtype, seed, CASES).items()
     }
-    judged = {name: plans(kernel, dtype) for name, kernel in kernels.items()}
-    counts: dict[str, Counter[str]] = {name: Counter() for name in kernels}
-    violations: dict[str, list[dict[str, Any]]] = {name: [] for name in kernels}
-    told: set[tuple[str, str]] = set()
-    bets: dict[tuple[str, str], Bets] = {}
-    stream = Stream(seed)
-    for number in range(CASES):
-        for name, kernel in kernels.items():
-            if number >= FIRST_CASES.get(name, CASES):
-                continue
-            for plan, properties in judged[name].items():
-                due = [prop for prop in properties if number % prop.every == 0]
-                if not due:
-                    continue
-                case, presentation = stream.pair(plan, number)
-                counts[name]["cases"] += 1
-                for prop in due:
-                    verdict = prop.judge(kernel, case, presentation)
-                    bet = bets.setdefault((name, prop.name), Bets())
-                    leaning = bool(verdict.leans) and bet.add(verdict.leans)
-                    if verdict.outcome is not Outcome.VIOLATED and not leaning:
-                        counts[name][verdict.outcome.value] += 1
-                    elif known_fault(kernel, prop.name, case, presentation) is not None:
-                        counts[name]["known"] += 1
-                    else:
-                        counts[name]["violated"] += 1
-                        if (name, prop.name) not in told:  # one of each is enough to look into
-                            told.add((name, prop.name))
-                            alarm = _saved(kernel, prop.name, dtype, number, seed, verdict.sentence, folder)
-                            violations[name].append(alarm)
-    return {name: {**counts[name], "violations": violations[name]} for name in kernels}
 
 
-def _saved(
-    kernel: Candidate, name: str, dtype: str, number: int, seed: int, sentence: str, folder: str
-) -> dict[str, Any]:
+def _saved(kernel: Candidate, alarm: Alarm, folder: str) -> dict[str, Any]:
     """Shrink and save a violation, as `attncheck verify` does it."""
-    facts = {"property": name, "dtype": dtype, "seed": seed, "number": number, "sentence": sentence, "saved": None}
-    tally = check(kernel, name, dtype, examples=number + 1, seed=seed)
+    facts = {**vars(alarm), "saved": None}
+    tally = check(kernel, alarm.property, alarm.dtype, examples=alarm.number + 1, seed=alarm.seed)
     if tally.failure is not None:
         facts |= {"sentence": tally.failure.verdict.sentence, "saved": str(write(make_record(kernel, tally), folder))}
     return facts
@@ -164,9 +108,12 @@ def main() -> int:
     parser.add_argument("--kernel", action="append", default=[], help="only this one; may be repeated")
     parser.add_argument("-n", type=int, default=1, help="processes")
     options = parser.parse_args()
-    unknown = set(options.kernel) - right_kernels().keys()
+    kernels, missing = right_kernels()
+    for sentence in missing:
+        print(f"left out: {sentence}", file=sys.stderr)
+    unknown = set(options.kernel) - kernels.keys()
     if unknown:
-        parser.error(f"--kernel is {min(unknown)!r}; accepted are {', '.join(right_kernels())}")
+        parser.error(f"--kernel is {min(unknown)!r}; accepted are {', '.join(kernels)}")
     state, deadline = read_state(options.state), time.monotonic() + 60 * options.minutes
     folder = str(options.state.resolve().parent / "false_alarms")
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -50,7 +50,8 @@ def drawn(plan: Plan, seed: int) -> Iterator[tuple[Case, Presentation]]:
 def _chunk(plan: Plan, seed: int, number: int) -> tuple[tuple[Case, Presentation], ...]:
     found: list[tuple[Case, Presentation]] = []
 
-    @hypothesis_seed(seed * 1_000_003 + number)
+    # dtypes and needs have draws of their own: the same shapes and masks in each would be met once, not often
+    @hypothesis_seed(f"{seed} {number} {plan.dtype} {' '.join(sorted(plan.needs))}")
     @settings(
         backend=BACKEND,
         max_examples=CHUNK,

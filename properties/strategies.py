@@ -71,6 +71,11 @@ def cases(draw: Draw, plan: Plan) -> tuple[Case, Presentation]:
     scale = _scales(draw, plan, d)
     q, k = _queries_and_keys(draw, fmt, rng, (b, hq, hk, sq, sk, d), scale)
     v = _values(draw, fmt, rng, (b, hk, sk, dv))
+    alike = None
+    if plan.takes_layouts and _one_in(draw, 10, "alike along an axis"):
+        # what torch.expand makes, and what the layout "expanded" keeps
+        alike, axis = _pick(draw, ["k", "v", "q"], "what is alike"), _pick(draw, [2, 1, 0], "axis")
+        q, k, v = (_alike(x, axis) if name == alike else x for name, x in (("q", q), ("k", k), ("v", v)))
     wide = FORMATS["float64" if plan.dtype == "float64" else "float32"]
     backward = "backward" in plan.needs or ("backward" not in plan.avoid and _one_in(draw, 2, "backward"))
     do = _upstream(draw, fmt, rng, (b, hq, sq, dv)) if backward else None
@@ -111,7 +116,7 @@ def cases(draw: Draw, plan: Plan) -> tuple[Case, Presentation]:
         keep=keep,
         **visibility,
     )
-    return case, presentations(draw, plan, case)
+    return case, presentations(draw, plan, case, alike)
 
 
 def shapes(draw: Draw, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
@@ -130,7 +135,7 @@ def shapes(draw: Draw, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
         b, hk, group = 1, max(hk, 2), max(group, 2)  # which of the two maps of heads it is shows only here
         grouped = True
     edges = _edges(plan, budget)
-    sq = _pick(draw, edges, "Sq")
+    sq = 1 if _one_in(draw, 8, "decoding") else _pick(draw, edges, "Sq")
     sk = _pick(draw, edges, "Sk")
     while b * hk * group * sq * sk > 2 * budget and max(b * hk * group, sq) > 1:
         # too many pairs: give up queries down to a few, then heads, batch and the rest
@@ -150,7 +155,7 @@ def shapes(draw: Draw, plan: Plan) -> tuple[int, int, int, int, int, int, int]:
             hk = 1
         else:
             sq = 1
-    if "zero-size" not in plan.avoid and "empty-row" not in plan.needs and _one_in(draw, 40, "zero size"):
+    if "zero-size" not in plan.avoid and "empty-row" not in plan.needs and _one_in(draw, 30, "zero size"):
         axis = _pick(draw, ["Sk", "Sq", "B"], "axis")
         b, sq, sk = (0 if axis == "B" else b), (0 if axis == "Sq" else sq), (0 if axis == "Sk" else sk)
     d = _pick(draw, [1, 1, 2, 3, 4, 5, 8, 16] if budget < 600 else [4, 16, 33, 64], "D")
@@ -358,7 +363,7 @@ def _causal_and_window(
     draw: Draw, plan: Plan, sq: int, sk: int, lengths: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
 ) -> tuple[Any, tuple[int | None, int | None] | None]:
     square = sq == sk and lengths == (None, None)
-    choices: list[str | None] = [None, None, None, None]
+    choices: list[str | None] = [None] * (2 if sq == 1 else 4)
     for alignment in ("top-left", "bottom-right"):
         # a ragged batch may hold square and other entries alike
         if ("causal-square" if square else f"causal-{alignment}") in plan.avoid:
@@ -410,15 +415,16 @@ def _masks(
         out["mask"] = _visible(draw, plan, rng, _broadcast(draw, (b, hq, sq, sk)))
     if kind in ("bias", "bias with -inf", "both"):
         full = _broadcast(draw, (b, hq, sq, sk))
-        stored = _pick(draw, [fmt, wide], "bias format")
-        law = _pick(draw, ["normal", "integers", "normal", "large", "zeros and ones", "least"], "bias")
+        stored = _pick(draw, [fmt, wide, fmt], "bias format")
+        law = _pick(draw, ["normal", "integers", "normal", "large", "zeros and ones", "least", "least"], "bias")
         x = rng.standard_normal(full) * {"integers": 2.0, "large": 50.0}.get(law, 1.0)
         if law == "integers":
             x = np.round(x)
         elif law == "zeros and ones":
             x = np.where(x > 0, 1.0, 0.0)  # a mask in the eyes of who takes numbers for truth values
         elif law == "least":
-            x = np.where(x > 0, -stored.max, 0.0)  # the other way to say "hidden"
+            # the other way to say "hidden", but for rows in which it is said of all keys
+            x = np.where(rng.random(full) < rng.choice([0.5, 0.9]), -stored.max, 0.0)
         bias = _to(stored, x)
         if kind == "bias with -inf":
             seen = _visible(draw, plan, rng, full)
@@ -467,16 +473,25 @@ def _visible(draw: Draw, plan: Plan, rng: np.random.Generator, shape: tuple[int,
     return seen
 
 
-def presentations(draw: Draw, plan: Plan, case: Case) -> Presentation:
+def _alike(array: Array, axis: int) -> Array:
+    """The first along an axis, as often as there were any."""
+    return (
+        np.repeat(array[(slice(None),) * axis + (slice(0, 1),)], array.shape[axis], axis=axis) if array.size else array
+    )
+
+
+def presentations(draw: Draw, plan: Plan, case: Case, alike: str | None) -> Presentation:
     """Route, and what the kernel takes of block sizes (ragged, smaller and larger than the axis),
-    layouts, poison and pages."""
+    layouts, poison, pages and packing. ``alike``: which of q, k and v has an axis of stride 0 in it."""
     route = "flags"
     if case.causal is not None or case.window is not None:
         route = _pick(draw, ["flags", "flags", "mask"], "route")
     more: dict[str, Any] = {}
     if plan.takes_blocks:
         more = {"q_blocks": _blocks(draw, "query blocks"), "k_blocks": _blocks(draw, "key blocks")}
-    if plan.takes_layouts and _one_in(draw, 4, "layouts"):
+    if alike is not None:
+        more["layouts"] = tuple("expanded" if name == alike else "contiguous" for name in ("q", "k", "v", "dO"))
+    elif plan.takes_layouts and _one_in(draw, 4, "layouts"):
         more["layouts"] = tuple(_pick(draw, LAYOUTS, f"layout of {name}") for name in ("q", "k", "v", "dO"))
     if plan.takes_layouts and _one_in(draw, 4, "poison"):
         more["poison"] = _pick(draw, POISONS, "poison")

@@ -29,7 +29,7 @@ from .faulty import FAULTS, RIGHT
 NAMES = [name for name, prop in PROPERTIES.items() if prop.every > 1]
 
 #: least share of the drawn cases on which a property must be judged, of a kernel that promises everything
-SHARES = dict.fromkeys(NAMES, 0.6) | {"ones": 0.5, "one-key": 0.5, "shift": 0.5}
+SHARES = dict.fromkeys(NAMES, 0.6) | {"ones": 0.5, "one-key": 0.5, "shift": 0.5, "packed": 0.3}
 
 
 PLAIN = replace(RIGHT, lacks={"sinks": "it has none", "dropout": "it has none"})

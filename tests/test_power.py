@@ -20,12 +20,14 @@ from attncheck.kernels.faulty import ZOO, Fault, Kernel, right
 from attncheck.kernels.numpy_blocked import candidate as numpy_blocked
 from attncheck.oracle.case import Case, Presentation
 from attncheck.oracle.enclosure import Enclosed
+from attncheck.oracle.formats import FORMATS
 from attncheck.oracle.result import Result
-from attncheck.properties import catalogue, compare
+from attncheck.properties import catalogue, compare, false_alarms
 from attncheck.properties import judge as judging
 from attncheck.properties.campaign import check, plan_for
 from attncheck.properties.catalogue import PROPERTIES
 from attncheck.properties.draws import drawn
+from attncheck.properties.false_alarms import judge_right, right_kernels
 from attncheck.properties.power import Detection, hunt
 from attncheck.properties.public_checks import STYLES, caught_by
 from attncheck.properties.public_inputs import plain_attention
@@ -318,9 +320,11 @@ def test_pieces_hold_every_fault_under_every_seed_and_once_for_the_public_checke
     power = powering.Power(tuple(ZOO), seeds=3)
     for processes in (1, 2, 16):
         found = powering.pieces(power, processes)
-        assert sorted((piece.seed is None, piece.seed or 0, id) for piece in found for id in piece.faults) == sorted(
-            [(False, seed, id) for seed in range(3) for id in ZOO] + [(True, 0, id) for id in ZOO]
-        )
+        hunted = [(p.seed, id) for p in found if isinstance(p, powering.Hunt) for id in p.faults]
+        shown = [id for p in found if isinstance(p, powering.Show) for id in p.faults]
+        assert sorted(hunted) == sorted((seed, id) for seed in range(3) for id in ZOO)
+        assert sorted(shown) == sorted(ZOO)
+        assert [p.dtype for p in found if isinstance(p, powering.Right)] == list(FORMATS)
 
 
 def without_times(document: dict[str, Any]) -> dict[str, Any]:
@@ -333,11 +337,37 @@ def without_times(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_two_processes_measure_what_one_does() -> None:
-    power = powering.Power(("cheat:zeros", "B209", "B074"), seeds=2, examples=8, shrunk_seeds=1)
+    power = powering.Power(("cheat:zeros", "B209", "B074"), seeds=2, examples=8, shrunk_seeds=1, right_cases=0)
     seen: list[tuple[int, int]] = []
     two = powering.measure(power, processes=2, progress=lambda done, total, _: seen.append((done, total)))
     assert seen[-1] == (9, 9)
     assert without_times(two) == without_times(powering.measure(power))
+
+
+# -- right kernels ------------------------------------------------------------------------
+
+
+def test_right_kernels_are_counted_and_not_accused() -> None:
+    kernels, missing = right_kernels()
+    assert len(kernels) + len(missing) == 8
+    few = {name: kernels[name] for name in ("zoo:right", "numpy-blocked (float32)")}
+    found = judge_right(few, "float16", 0, 6)
+    assert found.keys() == few.keys()
+    for counts in found.values():
+        assert counts.cases >= 25 and counts.verdicts["holds"] > 50 and counts.alarms == []
+        assert counts.verdicts["violated"] == 0
+
+
+def test_a_wrong_kernel_among_the_right_ones_is_a_false_alarm_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"cheat": ZOO["cheat:zeros"].candidate()}
+    monkeypatch.setattr(false_alarms, "right_kernels", lambda: (wrong, []))
+    power = powering.Power(("cheat:zeros",), seeds=1, examples=4, shrunk_seeds=0, right_cases=1)
+    document = powering.measure(power)
+    (row,) = document["right"]
+    assert row["kernel"] == "cheat" and row["verdicts"]["violated"] == sum(1 for _ in row["alarms"]) > 0
+    assert f"in {row['cases']:,} cases of 1 right kernels" in power_report.render(document)
+    assert "false alarm: cheat, output, case 0 of seed 1000 in float16" in power_report.render(document)
+    assert "| cheat | " in power_report.markdown(document)
 
 
 def detections(*examples: int | None) -> Iterator[Detection]:
@@ -351,7 +381,7 @@ def test_a_fault_counts_as_caught_where_every_seed_catches_it() -> None:
     public: dict[str, str | None] = dict.fromkeys(STYLES)
     for examples, caught in (((1, 7, 3), 1), ((1, None, 3), 0), ((None, None, None), 0)):
         document = powering.build(
-            power, {"B039": list(detections(*examples))}, {"B039": public}, {"B039": 0.3}, processes=1, wall=1.0
+            power, {"B039": list(detections(*examples))}, {"B039": public}, {}, {"B039": 0.3}, processes=1, wall=1.0
         )
         assert document["summary"]["caught"] == caught
         assert document["summary"]["missed"] == ([] if caught else ["B039"])

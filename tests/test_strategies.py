@@ -48,7 +48,7 @@ def test_what_a_property_needs_is_drawn(need: str) -> None:
 @pytest.mark.parametrize("dtype", list(FORMATS))
 def test_dtype_and_axes(dtype: str) -> None:
     plan = Plan(dtype, needs=FULL, takes_blocks=True)
-    pairs = list(islice(drawn(plan, 0), 250))
+    pairs = list(islice(drawn(plan, 0), 500))
     cases = [case for case, _ in pairs]
     assert {case.dtype for case in cases} == {dtype}
     shapes = [case.shape for case in cases]

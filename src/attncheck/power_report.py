@@ -80,6 +80,20 @@ def markdown(document: dict[str, Any]) -> str:
             f"{row['caught']} of {row['seeds']} | {_number(row['examples'])} | {_number(row['cases'])} | "
             f"{_small(row['shrunk'])} | {public} |"
         )
+    if document["right"]:
+        lines += [
+            "",
+            "## Right kernels",
+            "",
+            "The same properties over kernels that are right: a violation is a false alarm.",
+        ]
+        lines += ["Faults that PyTorch's kernels are known to have, declared with a case each, are counted as known."]
+        lines += ["", "| kernel | cases | holds | vacuous | declined | known | violated |", "| --- |" + " ---: |" * 6]
+        for row in document["right"]:
+            counts = " | ".join(
+                f"{row['verdicts'].get(name, 0):,}" for name in ("holds", "vacuous", "declined", "known", "violated")
+            )
+            lines.append(f"| {row['kernel']} | {row['cases']:,} | {counts} |")
     if "--faults" in document["command"]:
         return "\n".join(lines) + "\n"
     lines += ["", "## Not imitated", "", "| report or kind | reason |", "| --- | --- |"]
@@ -106,6 +120,13 @@ def _conclusions(document: dict[str, Any]) -> list[str]:
         f"best public habit: {styles[best]['title']}, {s['styles'][best]} of {total}; any of them: {s['any_style']}; "
         f"caught here only: {s['only_here']}"
     )
+    if document["right"]:
+        cases, kernels = sum(row["cases"] for row in document["right"]), len(document["right"])
+        alarms = sum(row["verdicts"].get("violated", 0) for row in document["right"])
+        lines.append(f"false alarms: {alarms} in {cases:,} cases of {kernels} right kernels")
+        for alarm in (alarm for row in document["right"] for alarm in row["alarms"]):
+            where = f"case {alarm['number']} of seed {alarm['seed']} in {alarm['dtype']}"
+            lines.append(f"false alarm: {alarm['kernel']}, {alarm['property']}, {where}: {alarm['sentence']}")
     return lines
 
 

@@ -1,4 +1,5 @@
-"""`attncheck power`: the suite and the public checking habits over the zoo of planted faults, in several processes."""
+"""`attncheck power`: the suite and the public checking habits over the zoo of planted faults, and the suite over
+right kernels, in several processes."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from attncheck.selection import DEFAULT_EXAMPLES, SelectionError
 
 if TYPE_CHECKING:
+    from attncheck.properties.false_alarms import Counts
     from attncheck.properties.power import Detection
 
 DEFAULT_SEEDS = 10
@@ -28,6 +30,11 @@ SHRUNK_SEEDS = 2
 
 #: what --quick runs instead
 QUICK_SEEDS, QUICK_EXAMPLES = 2, 400
+
+#: cases of each kind of draws, in each dtype, that the right kernels judge, and what --quick runs instead;
+#: their seed is none of those of the hunts
+RIGHT_CASES, QUICK_RIGHT_CASES = 192, 24
+RIGHT_SEED = 1000
 
 #: pieces of work per process: more share fewer exact answers, fewer leave processes idle at the end
 PIECES = 8
@@ -43,6 +50,7 @@ class Power:
     seeds: int = DEFAULT_SEEDS
     examples: int = DEFAULT_EXAMPLES
     shrunk_seeds: int = SHRUNK_SEEDS
+    right_cases: int = RIGHT_CASES  # 0: no right kernels
     words: tuple[str, ...] = ()  # the --faults that chose them
     quick: bool = False
 
@@ -68,6 +76,8 @@ def plan(words: Sequence[str], *, seeds: int | None, examples: int | None, quick
         seeds=seeds or (QUICK_SEEDS if quick else DEFAULT_SEEDS),
         examples=examples or (QUICK_EXAMPLES if quick else DEFAULT_EXAMPLES),
         shrunk_seeds=1 if quick else SHRUNK_SEEDS,
+        # who asks for some faults does not ask for the rest of the report
+        right_cases=0 if words else QUICK_RIGHT_CASES if quick else RIGHT_CASES,
         words=tuple(words),
         quick=quick,
     )
@@ -93,33 +103,63 @@ def select(words: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Faults to hunt under one seed, or (``seed`` None) to show to the public checkers."""
+class Hunt:
+    """Faults to hunt under one seed."""
 
     faults: tuple[str, ...]
-    seed: int | None
-    examples: int = 0
-    shrink: bool = False
+    seed: int
+    examples: int
+    shrink: bool
+
+
+@dataclass(frozen=True)
+class Show:
+    """Faults to show to the public checkers."""
+
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Right:
+    """Cases of a dtype for the right kernels."""
+
+    dtype: str
+    cases: int
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        return (f"right kernels, {self.dtype}",)
+
+
+Piece = Hunt | Show | Right
 
 
 def pieces(power: Power, processes: int) -> list[Piece]:
     """The work, cut so that the processes are done at about the same time."""
+    from attncheck.oracle.formats import FORMATS
+
     count = len(power.faults)
     parts = min(count, max(1, -(-PIECES * processes // power.seeds))) if processes > 1 else 1
     cut = [power.faults[n::parts] for n in range(parts)]
-    hunts = [
-        Piece(part, seed, power.examples, seed < power.shrunk_seeds) for seed in range(power.seeds) for part in cut
-    ]
+    hunts = [Hunt(part, seed, power.examples, seed < power.shrunk_seeds) for seed in range(power.seeds) for part in cut]
     shows = min(count, 2 * processes if processes > 1 else 1)
-    return hunts + [Piece(power.faults[n::shows], None) for n in range(shows)]
+    rights = [Right(dtype, power.right_cases) for dtype in FORMATS if power.right_cases]
+    return [*rights, *hunts, *(Show(power.faults[n::shows]) for n in range(shows))]
 
 
 def work(piece: Piece, tick: Callable[[str], None]) -> list[tuple[str, Any]]:
-    """Do a piece: (id, Detection) per fault, or (id, (what each public style caught, seconds))."""
+    """Do a piece: (id, Detection) per fault; or (id, (what each public style caught, seconds)); or (name, Counts)
+    per right kernel."""
     from attncheck.kernels.faulty import ZOO
 
     done: list[tuple[str, Any]] = []
-    if piece.seed is None:
+    if isinstance(piece, Right):
+        from attncheck.properties.false_alarms import judge_right, right_kernels
+
+        done += judge_right(right_kernels()[0], piece.dtype, RIGHT_SEED, piece.cases).items()
+        tick(piece.faults[0])
+        return done
+    if isinstance(piece, Show):
         from attncheck.properties.public_checks import caught_by
 
         for id in piece.faults:
@@ -150,17 +190,21 @@ def measure(power: Power, *, processes: int = 1, progress: Progress | None = Non
 
     detections: dict[str, list[Detection]] = {id: [] for id in power.faults}
     public: dict[str, dict[str, str | None]] = {}
+    right: dict[str, list[Counts]] = {}
     seconds = dict.fromkeys(power.faults, 0.0)
     started = time.monotonic()
     for piece, done in _all_done(todo, processes, tick):
         for id, found in done:
-            if piece.seed is None:
+            if isinstance(piece, Right):
+                right.setdefault(id, []).append(found)
+                continue
+            if isinstance(piece, Show):
                 public[id], spent = found
             else:
                 detections[id].append(found)
                 spent = found.seconds
             seconds[id] += spent
-    return build(power, detections, public, seconds, processes=processes, wall=time.monotonic() - started)
+    return build(power, detections, public, right, seconds, processes=processes, wall=time.monotonic() - started)
 
 
 def _all_done(
@@ -223,6 +267,7 @@ def build(
     power: Power,
     detections: dict[str, list[Detection]],
     public: dict[str, dict[str, str | None]],
+    right: Mapping[str, Sequence[Counts]],
     seconds: Mapping[str, float],
     *,
     processes: int,
@@ -274,6 +319,7 @@ def build(
         "properties": {name: p.title for name, p in PROPERTIES.items()},
         "styles": {name: {"title": style.title, "about": style.about} for name, style in STYLES.items()},
         "faults": rows,
+        "right": [_counted(name, counts) for name, counts in right.items()],
         "summary": summary(rows, list(STYLES)),
         "not_imitated": dict(NOT_IMITATED),
     }
@@ -286,6 +332,16 @@ def _median(numbers: Any) -> float | None:
 
 def _smallness(small: Sequence[Any]) -> dict[str, float]:
     return {name: float(statistics.median(getattr(s, name) for s in small)) for name in ("keys", "width", "heads")}
+
+
+def _counted(name: str, counts: Sequence[Counts]) -> dict[str, Any]:
+    verdicts = sum((c.verdicts for c in counts), Counter[str]())
+    return {
+        "kernel": name,
+        "cases": sum(c.cases for c in counts),
+        "verdicts": dict(verdicts),
+        "alarms": [vars(alarm) for c in counts for alarm in c.alarms],
+    }
 
 
 def _plain(d: Detection) -> dict[str, Any]:
