@@ -102,6 +102,7 @@ def climb(case: Case, c: Choices, output: str, rng: np.random.Generator, steps: 
     return best, case, c
 
 
+@np.errstate(all="ignore")
 def bent(case: Case, rng: np.random.Generator) -> Case:
     """The case with some of its numbers changed; the same case where the change makes none."""
     arrays = ("q", "k", "v", "do", "dlse", "bias", "sinks", "sinks")

@@ -3,7 +3,7 @@
 Terms that no test here can isolate, because others are always as large in NumPy, and why they stand:
 
 - the roundings of raw scores (3 or 4 u), of bias and ALiBi (3 u), of each addition and of the score
-  (u): one for each operation that a kernel performs, counted in oracle/bounds.py where it is added;
+  (u): one for each operation that a kernel performs, counted in oracle/bounds where it is added;
   log2(e) counts twice, as a constant and as a product. ``test_roundings_compound`` checks the sum.
 - exp(Lambda) on the errors of the weights: sum w >= exp(-Lambda) sum p, by Cauchy-Schwarz on
   sum p exp(x) sum p exp(-x) >= 1. ``test_the_weights_bound_holds_for_every_sign`` tries all signs.
@@ -26,10 +26,11 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import types
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attncheck.oracle import bounds as bounds_module
+from attncheck.oracle import bounds as bounds_package
 from attncheck.oracle.bounds import bounds, growth
+from attncheck.oracle.bounds.scores import _larger
+from attncheck.oracle.bounds.terms import _of_dropout, roundings
 from attncheck.oracle.case import Case
 from attncheck.oracle.enclosure import exact
 from attncheck.oracle.formats import FORMATS
@@ -213,8 +216,8 @@ def terms() -> list[Term]:
         ),
         Term(
             "tanh",
-            "_times(e_raw, slope) + tanh",
-            "_times(e_raw, slope)",
+            "times(e_raw, slope) + tanh",
+            "times(e_raw, slope)",
             "lse",
             one_key("float64", q=[[1.0]], k=[[1.0]], softcap=1.0),
             right(tanh_units=1024.0),
@@ -422,7 +425,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "the cap's slope at a score that is off",
-            "slope_error = np.minimum(_times(slope, np.expm1(moved)), 1.0)",
+            "slope_error = np.minimum(times(slope, np.expm1(moved)), 1.0)",
             "slope_error = 0 * slope",
             "dq",
             # 4097 * 2047.75 rounds by a quarter, so that 5.75 is computed as 6
@@ -439,7 +442,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "sums of dQ",
-            '"sums": s.scale * (growth(p, n, places) + _roundings(4, u)) * ds_k',
+            '"sums": s.scale * (growth(p, n, places) + roundings(4, u)) * ds_k',
             '"sums": 0 * ds_k',
             "dq",
             one_key("float32", k=[[1.0]], dlse=-0.5082716941833496),
@@ -447,7 +450,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "sums of dK",
-            '"sums": s.scale * (growth(p, n, places) + _roundings(4, p.u)) * total',
+            '"sums": s.scale * (growth(p, n, places) + roundings(4, p.u)) * total',
             '"sums": 0 * total',
             "dk",
             one_key("float32", q=[[1.0]], dlse=-0.5082716941833496),
@@ -559,7 +562,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "dQ summed in storage",
-            'parts["sums kept in storage"] = _kept_in_storage(s, parts, _in_storage_over_keys(s, signed), blocks)',
+            'parts["sums kept in storage"] = kept_in_storage(s, parts, _in_storage_over_keys(s, signed), blocks)',
             "pass",
             "dq",
             case_of("bfloat16", q=zero, k=[[1.0], [1.0]], v=[[4.0], [-3.875]], do=[[-0.71875]]),
@@ -567,7 +570,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "dV summed in storage",
-            'parts["sums kept in storage"] = _kept_in_storage(self.s, parts, running, steps)',
+            'parts["sums kept in storage"] = kept_in_storage(self.s, parts, running, steps)',
             "pass",
             "dv",
             case_of("bfloat16", q=np.zeros((8, 1)), k=zero, v=zero, do=np.array(ties(8, 2.0**-8))[:, None]),
@@ -686,8 +689,8 @@ def terms() -> list[Term]:
         ),
         Term(
             "storing dsink",
-            "_bound(exact, parts, stored.unit,",
-            "_bound(exact, parts, s.tiny_u,",
+            "stored_bound(exact, parts, stored.unit,",
+            "stored_bound(exact, parts, s.tiny_u,",
             "dsink",
             case_of(
                 "float32",
@@ -806,15 +809,22 @@ TERMS = {term.name: term for term in terms()}
 
 def altered(term: Term) -> Callable[..., Any]:
     """bounds() without the term."""
-    source = Path(bounds_module.__file__).read_text()
-    assert source.count(term.source) == 1, f"{term.name}: its source is there {source.count(term.source)} times"
-    module = types.ModuleType("attncheck.oracle.bounds_without")
-    module.__package__ = "attncheck.oracle"
-    sys.modules[module.__name__] = module  # dataclasses look their module up
-    try:
-        exec(compile(source.replace(term.source, term.without), f"bounds without {term.name}", "exec"), module.__dict__)
-    finally:
-        del sys.modules[module.__name__]
+    sources = {path.name: path.read_text() for path in Path(bounds_package.__file__).parent.glob("*.py")}
+    count = sum(source.count(term.source) for source in sources.values())
+    assert count == 1, f"{term.name}: its source is there {count} times"
+    name = "attncheck.oracle.bounds_without"  # beside the package itself, whose neighbours it imports
+    with tempfile.TemporaryDirectory() as folder:
+        for file, source in sources.items():
+            (Path(folder) / file).write_text(source.replace(term.source, term.without))
+        spec = spec_from_file_location(name, Path(folder) / "__init__.py", submodule_search_locations=[folder])
+        assert spec is not None and spec.loader is not None
+        module = module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        finally:
+            for loaded in [n for n in sys.modules if n == name or n.startswith(f"{name}.")]:
+                del sys.modules[loaded]
     return module.bounds  # type: ignore[no-any-return]
 
 
@@ -956,7 +966,7 @@ def test_scores_that_may_come_out_larger_are_counted() -> None:
         n = int(rng.integers(1, 6))
         score = np.round(2 * rng.standard_normal(n)) / 2
         e, seen = rng.choice([0.0, 1e-3, 0.25, 0.5, np.inf], size=n), rng.random(n) < 0.8
-        found = bounds_module._larger(score[None, None, None], e[None, None, None], seen[None, None, None])[0, 0, 0]
+        found = _larger(score[None, None, None], e[None, None, None], seen[None, None, None])[0, 0, 0]
         off = np.where(np.isfinite(e), e, 10.0) * rng.uniform(-1, 1, n)
         computed = score + off
         for j in np.flatnonzero(seen):
@@ -981,7 +991,7 @@ def test_the_factor_of_dropout_rounds_no_more_than_is_counted(dtype: Any) -> Non
         exactly = Fraction(float(x)) / (1 - Fraction(chance))
         for got in (x * (dtype(1) / left), x / left):
             off = abs(float(Fraction(float(got)) / exactly - 1))
-            allowed = bounds_module._of_dropout(chance, profile)
+            allowed = _of_dropout(chance, profile)
             assert off <= allowed
             largest = max(largest, off / allowed)
     assert largest > 0.6  # and not many more
@@ -991,7 +1001,7 @@ def test_roundings_compound() -> None:
     for k in range(1, 8):
         for unit in (2.0**-8, 2.0**-24, 2.0**-53):
             exactly = math.expm1(k * math.log1p(unit))
-            assert exactly <= bounds_module._roundings(k, unit) <= exactly * (1 + k * unit)
+            assert exactly <= roundings(k, unit) <= exactly * (1 + k * unit)
 
 
 def test_the_weights_bound_holds_for_every_sign() -> None:
