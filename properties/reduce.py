@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..oracle.case import Case, CaseError, Presentation
+from . import transform
 
 Array = np.ndarray
 Pair = tuple[Case, Presentation]
+Shrink = Callable[[Case, Presentation], Iterator[Any]]
 
 ARRAYS = ("q", "k", "v", "do", "dlse", "bias", "alibi_slopes", "sinks")
 OPTIONS = (
@@ -109,10 +111,13 @@ def _array_cost(array: Array | None) -> int:
     return int(np.ceil(costs.sum()))
 
 
-def _valid(shrink: Callable[[Case, Presentation], Iterator[dict[str, Any]]], pair: Pair) -> Iterator[Pair]:
-    """The well-posed cases among what a step proposes; {"route": ...} and blocks go to the presentation."""
+def _valid(shrink: Shrink, pair: Pair) -> Iterator[Pair]:
+    """The well-posed cases among what a step proposes: a case, or the fields that change, of the presentation too."""
     case, presentation = pair
     for changes in shrink(case, presentation):
+        if isinstance(changes, Case):
+            yield changes, presentation
+            continue
         shown = {name: changes.pop(name) for name in PRESENTED if name in changes}
         try:
             yield replace(case, **changes), replace(presentation, **shown)
@@ -123,35 +128,12 @@ def _valid(shrink: Callable[[Case, Presentation], Iterator[dict[str, Any]]], pai
 # -- fewer entries, heads, keys, queries, channels --------------------------------------------------
 
 
-def _take(case: Case, axis: int, keep: Any) -> dict[str, Array | None]:
-    """mask, bias and keep with ``keep`` taken of one of their four axes."""
-    out: dict[str, Array | None] = {}
-    for name in ("mask", "bias", "keep"):
-        array = getattr(case, name)
-        if array is not None:
-            full = array.reshape((1,) * (4 - array.ndim) + array.shape)
-            if full.shape[axis] > 1:
-                full = np.take(full, keep, axis=axis)
-            out[name] = full.reshape(full.shape[4 - array.ndim :])
-    return out
+def _entries(case: Case, _: Presentation) -> Iterator[Case]:
+    if case.q.shape[0] > 1:
+        yield from (transform.entries(case, [n]) for n in range(case.q.shape[0]))
 
 
-def _entries(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
-    b = case.q.shape[0]
-    if b <= 1:
-        return
-    for n in range(b):
-        changes: dict[str, Any] = {name: _maybe(getattr(case, name), [n], 0) for name in ("q", "k", "v", "do", "dlse")}
-        changes |= _take(case, 0, [n])
-        for name in ("q_lengths", "k_lengths"):
-            lengths = getattr(case, name)
-            changes[name] = None if lengths is None else (lengths[n],)
-        if case.alibi_slopes is not None and case.alibi_slopes.ndim == 2:
-            changes["alibi_slopes"] = case.alibi_slopes[[n]]
-        yield changes
-
-
-def _heads(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
+def _heads(case: Case, _: Presentation) -> Iterator[Case]:
     """One key head with its group; then fewer query heads of the group."""
     hq, hk = case.q.shape[1], case.k.shape[1]
     group = case.group
@@ -164,17 +146,7 @@ def _heads(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
     elif hq > 1:
         choices += [([0], [h]) for h in range(hq)]
         choices += [([0], [h, h + 1]) for h in range(hq - 1) if hq > 2]
-    for keys, queries in choices:
-        changes: dict[str, Any] = {name: _maybe(getattr(case, name), queries, 1) for name in ("q", "do", "dlse")}
-        changes |= {name: getattr(case, name)[:, keys] for name in ("k", "v")}
-        changes |= _take(case, 1, queries)
-        for name in ("alibi_slopes", "sinks"):
-            changes[name] = _maybe(getattr(case, name), queries, -1)
-        yield changes
-
-
-def _maybe(array: Array | None, keep: list[int], axis: int) -> Array | None:
-    return None if array is None else np.take(array, keep, axis=axis)
+    yield from (transform.heads(case, queries, keys) for keys, queries in choices)
 
 
 def _subsets(n: int) -> Iterator[list[int]]:
@@ -193,22 +165,12 @@ def _subsets(n: int) -> Iterator[list[int]]:
         size //= 2
 
 
-def _keys(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
-    for keep in _subsets(case.k.shape[2]):
-        lengths = case.k_lengths
-        changes: dict[str, Any] = {"k": case.k[:, :, keep], "v": case.v[:, :, keep], **_take(case, 3, keep)}
-        if lengths is not None:
-            changes["k_lengths"] = tuple(sum(j < n for j in keep) for n in lengths)
-        yield changes
+def _keys(case: Case, _: Presentation) -> Iterator[Case]:
+    yield from (transform.keys(case, keep) for keep in _subsets(case.k.shape[2]))
 
 
-def _queries(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:
-    for keep in _subsets(case.q.shape[2]):
-        changes: dict[str, Any] = {name: _maybe(getattr(case, name), keep, 2) for name in ("q", "do", "dlse")}
-        changes |= _take(case, 2, keep)
-        if case.q_lengths is not None:
-            changes["q_lengths"] = tuple(sum(i < n for i in keep) for n in case.q_lengths)
-        yield changes
+def _queries(case: Case, _: Presentation) -> Iterator[Case]:
+    yield from (transform.queries(case, keep) for keep in _subsets(case.q.shape[2]))
 
 
 def _channels(case: Case, _: Presentation) -> Iterator[dict[str, Any]]:

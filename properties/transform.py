@@ -58,6 +58,14 @@ def queries(case: Case, indices: Sequence[int]) -> Case:
     return replace(case, **changes, **_of_pairs(case, 2, indices))
 
 
+def heads(case: Case, of_queries: Sequence[int], of_keys: Sequence[int]) -> Case:
+    """These query heads over these key heads, in this order: as many of the former for each of the latter."""
+    changes: dict[str, Any] = {name: _along(getattr(case, name), 1, of_queries) for name in ("q", "do", "dlse")}
+    changes |= {name: _along(getattr(case, name), 1, of_keys) for name in ("k", "v")}
+    changes |= {name: _along(getattr(case, name), -1, of_queries) for name in ("alibi_slopes", "sinks")}
+    return replace(case, **changes, **_of_pairs(case, 1, of_queries))
+
+
 def alone(case: Case, entry: int) -> Case:
     """A batch entry by itself, cut to its lengths. The alignments are the same as in the batch."""
     one = entries(case, [entry])

@@ -9,35 +9,18 @@ from typing import Any
 import pytest
 
 from attncheck import cli, launching
-from attncheck.cli import main
 
 from .kernels_to_load import BROKEN, KERNELS
 
-FEW = ("--examples", "8", "--dtype", "float32", "-n", "1")
+FEW = ("--examples", "16", "--dtype", "float32", "-n", "1")
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text(KERNELS)
-    (tmp_path / "broken.py").write_text(BROKEN)
-    monkeypatch.chdir(tmp_path)
+def project(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (project / "mine.py").write_text(KERNELS)
+    (project / "broken.py").write_text(BROKEN)
     monkeypatch.setenv("COLUMNS", "100")
-    return tmp_path
-
-
-@pytest.fixture
-def attncheck(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run the command line: exit code, standard output, standard error."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["attncheck", *words])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return run
+    return project
 
 
 # -- verdicts -------------------------------------------------------------------------------
@@ -52,7 +35,7 @@ def test_a_right_kernel_exits_0_with_the_table_and_the_same_facts_as_json(attnch
     properties = {p["name"]: p for p in report["candidates"][0]["properties"]}
     for p in properties.values():
         assert p["title"] in out
-    assert properties["output"]["judged"] + properties["output"]["vacuous"] == 8
+    assert properties["output"]["judged"] + properties["output"]["vacuous"] == 16
     assert properties["output"]["worst"]["dtype"] == "float32"
     assert report["exit_code"] == 0
     assert [path.name for path in project.iterdir() if path.name.startswith(".")] == []  # nothing left behind

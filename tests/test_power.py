@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from attncheck import power_report, powering
-from attncheck.cli import main
 from attncheck.kernels.candidate import Candidate
 from attncheck.kernels.faulty import ZOO, Fault, Kernel, right
 from attncheck.kernels.numpy_blocked import candidate as numpy_blocked
@@ -248,22 +247,7 @@ def test_the_plain_reference_is_right() -> None:
 # -- the command ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def attncheck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run `attncheck power`: exit code, standard output, standard error."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["attncheck", "power", *words])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return run
-
-
-FEW = ("--faults", "cheat:zeros,B209", "--seeds", "1", "--examples", "8", "-n", "1")
+FEW = ("power", "--faults", "cheat:zeros,B209", "--seeds", "1", "--examples", "8", "-n", "1")
 
 
 def test_the_report_says_what_was_measured(attncheck: Any, tmp_path: Path) -> None:
@@ -288,7 +272,7 @@ def test_the_report_says_what_was_measured(attncheck: Any, tmp_path: Path) -> No
 
 
 def test_a_fault_that_is_missed_exits_1_and_is_named(attncheck: Any) -> None:
-    code, out, _ = attncheck("--faults", "B030", "--seeds", "1", "--examples", "1", "-n", "1")
+    code, out, _ = attncheck("power", "--faults", "B030", "--seeds", "1", "--examples", "1", "-n", "1")
     assert code == 1
     assert "missed under some seed: B030" in out and "nothing" in out
 
@@ -304,7 +288,7 @@ def test_a_fault_that_is_missed_exits_1_and_is_named(attncheck: Any) -> None:
     ],
 )
 def test_bad_input_is_one_sentence_and_exits_2(attncheck: Any, words: tuple[str, ...], says: str) -> None:
-    code, out, err = attncheck(*words)
+    code, out, err = attncheck("power", *words)
     assert (code, out) == (2, "")
     assert says in err and "Traceback" not in err
 

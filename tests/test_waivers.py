@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from attncheck import verify
-from attncheck.cli import main
 from attncheck.document import build
 from attncheck.kernels.candidate import Candidate
 from attncheck.kernels.numpy_blocked import NUMPY_BLOCKED
@@ -248,26 +247,10 @@ def test_what_became_of_a_waiver(counts: list[int] | None, names: str, status: s
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text(MINE)
-    monkeypatch.chdir(tmp_path)
+def project(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (project / "mine.py").write_text(MINE)
     monkeypatch.setenv("COLUMNS", "200")
-    return tmp_path
-
-
-@pytest.fixture
-def attncheck(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Run the command line: exit code, standard output, standard error."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["attncheck", *words])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return run
+    return project
 
 
 FEW = ("verify", "mine.py:candidate", "--dtype", "float32", "--property", "output,lse", "--examples", "60")

@@ -209,6 +209,7 @@ def by_hand(dtype: str) -> list[Pair]:
     steps[..., 1, 0] = 25
     zero_last[..., 0, :] = 1
     narrow = np.ones((1, 1, 2, 1), storage)
+    packed = Presentation(packed=True)
     expanded = Presentation(layouts=("expanded",) * 4)  # type: ignore[arg-type]
     return [
         (Case(ones, ones[:, :2], values, do=ones, mask=item), Presentation()),
@@ -222,7 +223,7 @@ def by_hand(dtype: str) -> list[Pair]:
         (Case(*(values[:1].reshape(1, 1, 8, 2).repeat(2, 2) for _ in "qkv")), Presentation(page_size=4)),
         (Case(values, values, values, do=values), Presentation()),
         (Case(values / 8, values / 4, values / 2, do=values), Presentation()),
-        (Case(values / 16, values / 16, values, do=values, causal="top-left", k_lengths=(3, 4)), Presentation(packed=True)),
+        (Case(values / 16, values / 16, values, do=values, causal="top-left", k_lengths=(3, 4)), packed),
     ]
 
 
