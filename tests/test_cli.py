@@ -12,7 +12,7 @@ from attncheck import cli, launching
 
 from .kernels_to_load import BROKEN, KERNELS
 
-FEW = ("--examples", "16", "--dtype", "float32", "-n", "1")
+FEW = ("--examples", "24", "--dtype", "float32", "-n", "1")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_right_kernel_exits_0_with_the_table_and_the_same_facts_as_json(attnch
     properties = {p["name"]: p for p in report["candidates"][0]["properties"]}
     for p in properties.values():
         assert p["title"] in out
-    assert properties["output"]["judged"] + properties["output"]["vacuous"] == 16
+    assert properties["output"]["judged"] + properties["output"]["vacuous"] == 24
     assert properties["output"]["worst"]["dtype"] == "float32"
     assert report["exit_code"] == 0
     assert [path.name for path in project.iterdir() if path.name.startswith(".")] == []  # nothing left behind

@@ -16,7 +16,7 @@ from attncheck.scheduling import Scheduling, groups
 
 from .kernels_to_load import BROKEN, KERNELS
 
-FEW = ("--attncheck-examples", "16", "--attncheck-dtype", "float32")
+FEW = ("--attncheck-examples", "24", "--attncheck-dtype", "float32")
 
 #: a project that would break any pytest run that listened to it
 HOSTILE_INI = """
