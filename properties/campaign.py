@@ -116,6 +116,7 @@ def _add(
         tally.elements += verdict.judged
         tally.at_stake += verdict.at_stake
         tally.zeros += verdict.zeros
+        tally.weak += 2 * verdict.zeros > verdict.at_stake
         if verdict.worst is not None:
             worsts.append(verdict.worst.ratio)
             if tally.worst is None or verdict.worst.ratio > tally.worst.ratio:

@@ -132,7 +132,8 @@ class Tally:
     """A property of a candidate in one dtype, over all the cases drawn for it.
 
     ``judged``, ``declined``, ``vacuous`` and ``known`` count cases; ``elements``, ``at_stake`` and
-    ``zeros`` add up the verdicts' counts. ``offered`` is False where the candidate has no such
+    ``zeros`` add up the verdicts' counts; ``weak`` counts the cases judged in which 0 would have passed
+    in more than half of what is at stake. ``offered`` is False where the candidate has no such
     output at all. ``leans``: direction -> cases that showed how they lean, and their mean.
     ``waived``: entry of a waiver file -> cases that met its condition and hold, and that are violated.
     """
@@ -148,6 +149,7 @@ class Tally:
     elements: int = 0
     at_stake: int = 0
     zeros: int = 0
+    weak: int = 0
     checked_twice: int = 0  # cases whose oracle answer was also computed by the definition
     worst: Worst | None = None
     median: float | None = None  # of the worst ratio per case

@@ -69,6 +69,7 @@ def row(
         "elements": 1000,
         "at_stake": 900,
         "zeros": 9,
+        "weak": 1,
         "checked_twice": 12,
         "worst": {**WORST, "ratio": 0.44},
         "median": 0.05,
@@ -144,9 +145,12 @@ def test_a_required_output_that_is_missing_exits_3(rows: list[dict[str, Any]], s
 
 
 def test_a_bound_that_would_accept_zero_is_no_pass() -> None:
-    report = document([row(at_stake=100, zeros=51), row("lse", at_stake=100, zeros=50)])
+    one_large_case = row("dq", at_stake=100, zeros=51, weak=1)
+    report = document(
+        [row(at_stake=100, zeros=51, weak=51), row("lse", at_stake=100, zeros=50, weak=60), one_large_case]
+    )
     statuses = {p["name"]: p["status"] for p in report["candidates"][0]["properties"]}
-    assert statuses == {"output": "weak", "lse": "holds"}
+    assert statuses == {"output": "weak", "lse": "holds", "dq": "holds"}
     assert report["exit_code"] == 3
     assert "51%" in report["why"][0]
     assert "0 would pass" in render(report)

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 FORMAT = "attncheck-report"
 VERSION = 1
 
-#: a property whose bound would accept 0 in more than this share of what is at stake has judged nothing
+#: a property whose bound would accept 0 in more than this share of what is at stake, and in more than this share
+#: of the elements of as many of its cases (one large case is not all), has judged nothing
 WEAK_SHARE = 0.5
 #: with fewer elements at stake than this the share is an accident of a few cases
 WEAK_LEAST = 50
@@ -45,7 +46,7 @@ STATUSES = ("violated", "weak", "not judged", "known", "not offered", "holds")
 #: output named by --require -> the property that judges it
 JUDGED_BY = {"o": "output", "lse": "lse", "dq": "dq", "dk": "dk", "dv": "dv", "dbias": "dbias"}
 
-_SUMS = ("examples", "judged", "declined", "vacuous", "known", "elements", "at_stake", "zeros", "checked_twice")
+_SUMS = ("examples", "judged", "declined", "vacuous", "known", "elements", "at_stake", "zeros", "weak", "checked_twice")
 
 
 def build(
@@ -215,7 +216,8 @@ def _status(rows: list[dict[str, Any]], sums: dict[str, Any], share: float) -> s
         return "not offered"
     if sums["judged"] == 0:
         return "known" if sums["known"] else "not judged"
-    return "weak" if share > WEAK_SHARE and sums["at_stake"] >= WEAK_LEAST else "holds"
+    weak = share > WEAK_SHARE and sums["weak"] > WEAK_SHARE * sums["judged"]
+    return "weak" if weak and sums["at_stake"] >= WEAK_LEAST else "holds"
 
 
 def _exit(candidates: list[dict[str, Any]], require: Sequence[str], errors: list[str]) -> tuple[int, list[str]]:

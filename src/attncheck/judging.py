@@ -54,6 +54,7 @@ def tally_as_data(tally: Tally) -> dict[str, Any]:
         "elements": tally.elements,
         "at_stake": tally.at_stake,
         "zeros": tally.zeros,
+        "weak": tally.weak,
         "checked_twice": tally.checked_twice,
         "worst": worst_as_data(tally.worst),
         "median": number(tally.median),
