@@ -406,6 +406,91 @@ def test_flash_attn_agrees_with_the_reference(case: Case) -> None:
     assert result.mutated == ()
 
 
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    *,
+    return_attn_probs: bool = False,
+) -> Any:
+    """A right kernel of this convention: one sequence after another."""
+    rows, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    assert (max_seqlen_q, max_seqlen_k) == (max(rows, default=0), max(keys, default=0))
+    o, lse = q.new_zeros(*q.shape[:2], v.shape[2]), q.new_zeros(q.shape[1], q.shape[0])
+    for b in range(len(rows)):
+        of_q, of_k = (slice(int(at[b]), int(at[b + 1])) for at in (cu_seqlens_q, cu_seqlens_k))
+        slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        own, of_rows, _ = flash_attn_func(
+            *(x[None] for x in (q[of_q], k[of_k], v[of_k])),
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=slopes,
+            return_attn_probs=True,
+        )
+        o, lse = o.index_put((torch.arange(*of_q.indices(len(q))),), own[0]), lse.clone()
+        lse[:, of_q] = of_rows[0]
+    return (o, lse, None) if return_attn_probs else o
+
+
+VARLEN_CASES = cases(
+    *(name for name in CASES if any(word in name for word in ("mask", "bias", "top-left"))),
+    "alibi per entry, causal",
+)
+
+
+@pytest.mark.parametrize("case", VARLEN_CASES)
+def test_flash_attn_varlen_agrees_with_the_reference(case: Case) -> None:
+    candidate = from_callable(flash_attn_varlen_func, "flash_attn_varlen", supports=["dlse"])
+    result = candidate.run(case, FLAGS, EVERYTHING - {"dbias"})
+    assert differs(case, result, ("o", "lse", "dq", "dk", "dv")) is None
+    assert result.mutated == ()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "outputs"),
+    [
+        (
+            lambda q, k, v, cq, ck, mq, mk: (q, k, v, torch.tensor([0, int(cq[-1])]), torch.tensor([0, int(ck[-1])])),
+            "o",
+        ),
+        (lambda q, k, v, cq, ck, mq, mk: (q, k, v.roll(1, 0), cq, ck), "o"),
+    ],
+    ids=["one sequence of all", "values of the next row"],
+)
+def test_a_wrong_flash_attn_varlen_is_seen(wrong: Any, outputs: str) -> None:
+    def function(*arrays: Any) -> Any:
+        q, k, v, cq, ck = wrong(*arrays)
+        return flash_attn_varlen_func(q, k, v, cq, ck, int(cq.diff().max()), int(ck.diff().max()))
+
+    case = draw(hk=4, k_lengths=(3, 5), q_lengths=(3, 2))
+    result = from_callable(function, "flash_attn_varlen").run(case, FLAGS, frozenset({"o"}))
+    assert differs(case, result, (outputs,)) is not None
+
+
+def test_flash_attn_varlen_takes_lengths_and_reports_wrong_shapes() -> None:
+    candidate = from_callable(flash_attn_varlen_func, "flash_attn_varlen")
+    assert candidate.convention == "flash_attn_varlen" and "lengths" not in candidate.lacks
+    assert not candidate.takes_packed  # it is all that it takes: there is nothing to compare with
+    flat = from_callable(lambda q, *rest: q.reshape(q.shape[0], -1), "flash_attn_varlen", forward_only=True)
+    result = flat.run(CASES["plain"], FLAGS, frozenset({"o"}))
+    assert result.o is not None and result.o.ndim == 2
+    with pytest.raises(LoadError, match="takes 3 by position"):
+        from_callable(lambda q, k, v: q, "flash_attn_varlen")
+
+
 def test_flash_attn_offers_and_lacks() -> None:
     candidate = from_callable(flash_attn_func, "flash_attn")
     assert candidate.offers == {"o", "lse", "dq", "dk", "dv"}
@@ -832,7 +917,13 @@ def test_fresh_memory_is_as_before_afterwards() -> None:
 
 def test_pages_sinks_and_dropout_are_declined() -> None:
     pages, case = Presentation(page_size=2), draw(hk=4)
-    functions = {"sdpa": SDPA, "flash_attn": flash_attn_func, "numpy": numpy_attention, "case": lambda case: Result()}
+    functions = {
+        "sdpa": SDPA,
+        "flash_attn": flash_attn_func,
+        "flash_attn_varlen": flash_attn_varlen_func,
+        "numpy": numpy_attention,
+        "case": lambda case: Result(),
+    }
     for like, function in functions.items():
         candidate = from_callable(function, like)
         words = "f(case)" if like == "case" else like

@@ -18,6 +18,7 @@ __all__ = ["CONVENTIONS", "Declared", "LoadError", "wrap"]
 CONVENTIONS: dict[str, Callable[[Callable[..., Any], Declared], Candidate]] = {
     "sdpa": sdpa.wrap,
     "flash_attn": flash_attn.wrap,
+    "flash_attn_varlen": flash_attn.wrap_varlen,
     "numpy": numpy_arrays.wrap,
     "case": case_function.wrap,
 }

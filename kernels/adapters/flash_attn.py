@@ -1,8 +1,12 @@
-"""The convention of flash_attn_func: torch [B, S, H, D], autograd, causal and window bottom-right."""
+"""The conventions of flash_attn_func, torch [B, S, H, D], and flash_attn_varlen_func, torch [T, H, D] packed.
+
+Both: autograd, causal and window bottom-right.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +14,7 @@ import numpy as np
 from ...oracle.case import LAYOUTS, Case, Presentation
 from ...oracle.result import GRADIENTS, Result
 from ..candidate import Candidate
-from ..presenting import present
+from ..presenting import present, unpacked
 from .declared import Declared, Signature, read_signature, without_pages
 from .tensors import evaluate, place, tensor_result, to_array, to_tensor
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 ARRAYS = ("q", "k", "v")
+PACKED_ARRAYS = (*ARRAYS, "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 DEFAULTS: dict[str, Any] = {
     "dropout_p": 0.0,
     "softmax_scale": None,
@@ -39,6 +44,8 @@ NEVER = {
     "dropout": "flash_attn_func draws its own dropout mask",
 }
 
+PACKED_NEVER = {feature: reason for feature, reason in NEVER.items() if feature != "lengths"}
+
 #: what it lacks unless it declares that it has it
 UNLESS = {"dlse": "it does not declare that its log-sum-exp carries a gradient"}
 
@@ -56,10 +63,23 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
     The log-sum-exp is offered where the signature has return_attn_probs. That a gradient flows
     through it must be declared: supports dlse.
     """
-    signature = read_signature(function, declared.name, "flash_attn", ARRAYS, DEFAULTS)
+    return _wrap(function, declared, "flash_attn", packed=False)
+
+
+def wrap_varlen(function: Callable[..., Any], declared: Declared) -> Candidate:
+    """A Candidate around ``function(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ...)``.
+
+    The seven are passed by position, the rest as to flash_attn_func. The log-sum-exp is [Hq, T].
+    """
+    return _wrap(function, declared, "flash_attn_varlen", packed=True)
+
+
+def _wrap(function: Callable[..., Any], declared: Declared, like: str, *, packed: bool) -> Candidate:
+    signature = read_signature(function, declared.name, like, PACKED_ARRAYS if packed else ARRAYS, DEFAULTS)
 
     def run(case: Case, presentation: Presentation, want: frozenset[str]) -> Result:
-        return _run(function, signature, declared, case, presentation, want)
+        without_pages(presentation, like)
+        return _run(function, signature, declared, case, replace(presentation, packed=packed), want)
 
     offers = {"o"} | ({"lse"} if signature.has("return_attn_probs") else set())
     if not declared.forward_only:
@@ -69,13 +89,13 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
         run=run,
         dtypes=declared.dtypes,
         offers=frozenset(offers),
-        lacks=declared.missing("flash_attn", NEVER | ruled_out(signature), UNLESS),
+        lacks=declared.missing(like, (PACKED_NEVER if packed else NEVER) | ruled_out(signature), UNLESS),
         conventions=declared.conventions,
         profiles=declared.profiles,
         known=declared.known,
         takes_layouts=frozenset(LAYOUTS),
         promises=declared.promises,
-        convention="flash_attn",
+        convention=like,
         device=declared.device,
         about=declared.about,
     )
@@ -107,10 +127,15 @@ def _run(
     presentation: Presentation,
     want: frozenset[str],
 ) -> Result:
-    device = declared.device
-    without_pages(presentation, "flash_attn")
-    given = present(case, presentation, told_lengths=False, axes=(0, 2, 1, 3))
+    device, packed = declared.device, presentation.packed
+    given = present(case, presentation, told_lengths=packed, axes=(0, 2, 1, 3))
     (q, q_whole), (k, k_whole), (v, v_whole) = (place(array, device) for array in (given.q, given.k, given.v))
+    arguments: list[Any] = [q, k, v]
+    if packed:
+        assert given.q_starts is not None and given.k_starts is not None
+        q, k, v = q[0], k[0], v[0]
+        sizes = (max(case.q_length, default=0), max(case.k_length, default=0))
+        arguments = [q, k, v, to_tensor(given.q_starts, device), to_tensor(given.k_starts, device), *sizes]
     leaves: dict[str, torch.Tensor] = {}
     if want & {"dq", "dk", "dv"}:
         for tensor in (q, k, v):
@@ -119,6 +144,8 @@ def _run(
     slopes = None if case.alibi_slopes is None else to_tensor(case.alibi_slopes, device)
     do, do_whole = place(given.do, device) if leaves and given.do is not None else (None, None)
     dlse = to_tensor(given.dlse, device) if leaves and given.dlse is not None else None
+    if packed:
+        do, dlse = (None if x is None else x[0] for x in (do, dlse))
     asks_lse = "lse" in want or dlse is not None
 
     left, right = case.window if case.window is not None else (None, None)
@@ -134,7 +161,7 @@ def _run(
     keywords = signature.pick(values, DEFAULTS)
 
     def call() -> tuple[torch.Tensor, torch.Tensor | None]:
-        returned = function(q, k, v, **keywords)
+        returned = function(*arguments, **keywords)
         if not isinstance(returned, (tuple, list)):
             return tensor_result(returned, "output"), None
         lse = tensor_result(returned[1], "log-sum-exp") if asks_lse and len(returned) > 1 else None
@@ -153,8 +180,26 @@ def _run(
         refusals=(*REFUSALS, *declared.refusals),
         poisons=presentation.poison is not None,
     )
-    arrays: dict[str, np.ndarray | None] = {n: None if g is None else _swap(to_array(g)) for n, g in gradients.items()}
-    return Result(o=_swap(to_array(output)), lse=None if lse is None else to_array(lse), mutated=mutated, **arrays)
+    found = {"o": output, "lse": lse, **gradients}
+    arrays: dict[str, np.ndarray | None] = {}
+    for name, tensor in found.items():
+        if tensor is None:
+            arrays[name] = None
+        elif packed:
+            at, size = (given.k_starts, case.k.shape[2]) if name in ("dk", "dv") else (given.q_starts, case.q.shape[2])
+            assert at is not None
+            arrays[name] = _padded(to_array(tensor), at, size, heads_first=name == "lse")
+        else:
+            arrays[name] = to_array(tensor) if name == "lse" else _swap(to_array(tensor))
+    return Result(**arrays, mutated=mutated)
+
+
+def _padded(array: np.ndarray, at: np.ndarray, size: int, *, heads_first: bool) -> np.ndarray:
+    """[T, H, D], or [H, T], as [B, H, size, ...]; an array of other rank or with fewer rows is left alone."""
+    if array.ndim != (2 if heads_first else 3):
+        return array
+    array = array if heads_first else array.swapaxes(0, 1)
+    return unpacked(array[None], at, size) if array.shape[1] >= at[-1] else array
 
 
 def _swap(array: np.ndarray) -> np.ndarray:
