@@ -9,6 +9,7 @@ import click
 import pytest
 
 from attncheck import cli
+from attncheck.kernels.faulty import ZOO
 from attncheck.kernels.loading import CONVENTIONS
 from attncheck.properties.catalogue import PROPERTIES
 
@@ -75,6 +76,15 @@ def test_every_make_target_of_the_readme_exists() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in re.findall(r"^make ([a-z-]+)", README, flags=re.MULTILINE):
         assert re.search(rf"^{target}: .*## ", makefile, flags=re.MULTILINE)
+
+
+def test_the_power_report_is_of_the_zoo_and_the_properties_that_there_are() -> None:
+    page = (ROOT / "docs" / "POWER.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([^`]+)` \| (?:K\d\d|cheat|sharp) \|", page, flags=re.MULTILINE)
+    assert sorted(rows) == sorted(ZOO)
+    caught = re.search(r"^- (\d+) of (\d+) faults caught under every seed", page, flags=re.MULTILINE)
+    assert caught is not None and int(caught[2]) == len(ZOO)
+    assert f"plants each of {caught[2]} faults" in README and f"all {caught[1]} are caught under every seed" in README
 
 
 def test_the_probe_works_what_is_missing_is_told() -> None:
