@@ -5,10 +5,10 @@ BIN := .venv/bin
 STAMP := .venv/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup verify test power lint format format-check types wheel ci clean
+.PHONY: help setup verify test power lint format format-check types gpu triton-versions wheel ci clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv with the pinned versions
 
@@ -39,6 +39,12 @@ format-check: $(STAMP) ## fail where the code is not formatted
 
 types: $(STAMP) ## mypy, strict
 	$(BIN)/mypy
+
+gpu: ## run the Triton kernel on a GPU: right, repeatable, how fast; needs torch, triton and numpy, no .venv
+	$(PYTHON) benchmarks/gpu.py --out benchmarks/results/gpu.json
+
+triton-versions: ## run the Triton tests with Triton 3.6.0 in a .venv of its own
+	sh benchmarks/triton_versions.sh
 
 wheel: $(STAMP) ## build sdist and wheel, and check what the wheel would install
 	rm -rf dist

@@ -2,8 +2,9 @@
 
     python benchmarks/triton_resources.py [--target sm_90 ...] [--dtype bfloat16 float32] [--width 64 128 256]
 
-Needs no GPU. One line per entry of the tile table: the plain (causal) call and, with a "+", the call with mask,
-bias, ALiBi, softcap, window and ragged lengths at once. Exit code 1 where an entry spills or takes too much.
+Needs no GPU. One line per entry of the tile table: the plain (causal) call at the widest heads of the entry and,
+with a "+", the call with mask, bias, ALiBi, softcap, window and ragged lengths at once, at head sizes that are no
+powers of two. Exit code 1 where an entry spills or takes too much.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ EVERYTHING = PLAIN | {
     "RAGGED_K": 1,
 }
 
+#: width of an entry -> D and Dv of the call with everything
+UNEVEN = {64: (48, 40), 128: (96, 80), 256: (192, 160)}
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", nargs="+", choices=SHARED_MEMORY, default=list(SHARED_MEMORY))
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
-    parser.add_argument("--width", nargs="+", type=int, default=[64, 128, 256])
+    parser.add_argument("--width", nargs="+", type=int, choices=UNEVEN, default=list(UNEVEN))
     options = parser.parse_args()
     print(f"{'target':8}{'dtype':10}{'D':>4}  {'kernel':15} {'tile':>9} warps stages registers spills  shared bytes")
     bad = count = 0
@@ -43,7 +47,8 @@ def main() -> int:
                     for mark, features in (("", PLAIN), ("+", EVERYTHING)):
                         if kernel == "backward_bias" and not mark:
                             continue
-                        found = compile_for(kernel, target, dtype, width, **features)
+                        d, dv = UNEVEN[width] if mark else (width, width)
+                        found = compile_for(kernel, target, dtype, d, dv, **features)
                         limit, size = SHARED_MEMORY[target], found.tile
                         wrong = found.spills > 0 or found.shared > limit
                         bad, count = bad + wrong, count + 1

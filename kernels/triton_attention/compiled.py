@@ -9,7 +9,6 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,24 +139,24 @@ def gpu(target: str) -> GPUTarget:
     return GPUTarget("hip", target, 64)
 
 
-@cache
-def _tool(name: str) -> str:
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
-
-
 def _nvidia(cubin: bytes) -> tuple[int, int]:
     """Registers per thread, and instructions that spill to local memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run(
-            [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
-        )
-        listing = subprocess.run([_tool("nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True)
-    found = re.search(r"REG:(\d+)", usage.stdout + usage.stderr)
-    if found is None:
-        raise RuntimeError(f"cuobjdump names no registers: {usage.stdout[:200]!r}")
-    return int(found[1]), len(re.findall(r"\b(?:STL|LDL)\b", listing.stdout))
+        usage = _output("cuobjdump", "-res-usage", file.name)
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        if found is None:
+            raise RuntimeError(f"cuobjdump names no registers: {usage[:200]!r}")
+        if found[2] == "0":  # without a stack there is nowhere to spill to
+            return int(found[1]), 0
+        return int(found[1]), len(re.findall(r"\b(?:STL|LDL)\b", _output("nvdisasm", "-c", file.name)))
+
+
+def _output(tool: str, *arguments: str) -> str:
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    done = subprocess.run([path, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
 
 
 def _amd(text: str) -> tuple[int, int]:

@@ -150,12 +150,14 @@ def hide(
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, CHECK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Scores with -inf outside the band and past the last key."""
-    if HAS_RIGHT:
-        s = tl.where(keys - rows <= offset + right, s, float("-inf"))
+    # the limits are vectors: a score costs one comparison for each side
+    if HAS_RIGHT or CHECK_KEYS:
+        end = key_count
+        if HAS_RIGHT:
+            end = tl.minimum(rows + (offset + right + 1), end)
+        s = tl.where(keys < end, s, float("-inf"))
     if HAS_LEFT:
-        s = tl.where(keys - rows >= offset - left, s, float("-inf"))
-    if CHECK_KEYS:
-        s = tl.where(keys < key_count, s, float("-inf"))
+        s = tl.where(keys >= rows + (offset - left), s, float("-inf"))
     return s
 
 

@@ -1,8 +1,9 @@
 """Tile sizes by target, dtype and head size, in plain Python.
 
 Triton's autotuner needs a device and a run of every choice; a table needs neither, gives the same
-kernel each time, and can be proved: every entry is compiled for its target by a test, which demands no
-spilled register and shared memory within the limit below.
+kernel each time, and can be proved: a test compiles the plain calls for their targets, and those with
+masks and biases at one head size, and demands no spilled register and shared memory within the limit
+below. benchmarks/triton_resources.py compiles every entry.
 """
 
 from __future__ import annotations
@@ -60,87 +61,88 @@ INTERPRETED: dict[str, Tile] = {
 #: (target, storage) -> kernel -> tiles for head sizes up to 64, 128 and 256
 TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
     ("sm_80", "half"): {
-        "forward": (Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 64, 8, 2)),
-        "forward featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
+        "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
-        "backward_q featured": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
-        "backward_kv": (Tile(32, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
-        "backward_kv featured": (Tile(32, 32, 4, 2), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
-        "backward_bias": (Tile(64, 32, 8, 2), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1, 64)),
+        "backward_q featured": (Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+        "backward_kv": (Tile(32, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
+        "backward_kv featured": (Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1, 64)),
     },
     ("sm_80", "float32"): {
-        "forward": (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
-        "backward_q": (Tile(32, 32, 8, 2), Tile(32, 32, 4, 1, 32), Tile(32, 32, 8, 1, 64)),
+        "forward": (Tile(32, 32, 8, 1), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
+        "backward_q": (Tile(32, 16, 8, 1), Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 32)),
         "backward_kv": (Tile(16, 16, 4, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
-        "backward_bias": (Tile(32, 32, 8, 1), Tile(32, 32, 4, 1, 32), Tile(32, 32, 4, 1, 32)),
+        "backward_kv featured": (Tile(16, 16, 4, 1), Tile(16, 32, 8, 2), Tile(16, 16, 8, 1)),
+        "backward_bias": (Tile(32, 32, 8, 1), Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32)),
     },
     ("sm_89", "half"): {
         "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
-        "backward_q featured": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 1)),
-        "backward_kv": (Tile(32, 32, 4, 1), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
-        "backward_kv featured": (Tile(32, 32, 4, 2), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_q featured": (Tile(64, 32, 4, 2), Tile(64, 32, 8, 1), Tile(32, 32, 8, 1)),
+        "backward_kv": (Tile(32, 32, 4, 1), Tile(64, 64, 8, 1), Tile(16, 32, 8, 2)),
+        "backward_kv featured": (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
         "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1, 64)),
     },
     ("sm_89", "float32"): {
-        "forward": (Tile(32, 32, 8, 1), Tile(16, 16, 4, 1), Tile(32, 32, 8, 1)),
-        "backward_q": (Tile(32, 32, 8, 2), Tile(32, 32, 4, 1, 32), Tile(32, 32, 4, 1, 32)),
-        "backward_kv": (Tile(16, 32, 8, 1), Tile(16, 32, 4, 1), Tile(16, 16, 8, 1)),
-        "backward_bias": (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1, 32), Tile(32, 32, 8, 1, 64)),
+        "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
+        "backward_q": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2, 32)),
+        "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
+        "backward_bias": (Tile(32, 32, 8, 1), Tile(32, 32, 8, 2, 32), Tile(32, 32, 8, 1, 64)),
     },
     ("sm_90", "half"): {
-        "forward": (Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(128, 64, 8, 2)),
-        "forward featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 2)),
-        "backward_q": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
-        "backward_q featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
-        "backward_kv": (Tile(64, 128, 8, 3), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
-        "backward_kv featured": (Tile(32, 64, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2)),
-        "backward_bias": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1, 64)),
+        "forward": (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
+        "forward featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
+        "backward_q": (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
+        "backward_q featured": (Tile(128, 64, 8, 3), Tile(64, 32, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_kv": (Tile(64, 128, 8, 1), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_kv featured": (Tile(32, 64, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_bias": (Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(64, 32, 8, 1, 64)),
     },
     ("sm_90", "float32"): {
-        "forward": (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
-        "backward_q": (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
-        "backward_kv": (Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 2)),
-        "backward_bias": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1, 64), Tile(32, 32, 8, 1, 64)),
+        "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
+        "backward_q": (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2), Tile(32, 16, 8, 1, 32)),
+        "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
+        "backward_bias": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1, 64), Tile(16, 16, 8, 2, 32)),
     },
     ("sm_100", "half"): {
-        "forward": (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(64, 64, 8, 1)),
+        "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
         "forward featured": (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
-        "backward_q": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
-        "backward_q featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
-        "backward_kv": (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
-        "backward_kv featured": (Tile(32, 64, 4, 2), Tile(64, 64, 8, 1), Tile(32, 32, 8, 2)),
-        "backward_bias": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(16, 32, 4, 1)),
+        "backward_q": (Tile(128, 64, 8, 1), Tile(128, 128, 8, 1), Tile(64, 64, 8, 1)),
+        "backward_q featured": (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 32, 8, 2)),
+        "backward_kv": (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(32, 32, 8, 1)),
+        "backward_kv featured": (Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 2)),
+        "backward_bias": (Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(16, 32, 4, 1)),
     },
     ("sm_100", "float32"): {
-        "forward": (Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
-        "backward_q": (Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
-        "backward_kv": (Tile(32, 32, 4, 2), Tile(16, 32, 4, 1), Tile(16, 16, 8, 1)),
-        "backward_bias": (Tile(32, 32, 8, 1, 32), Tile(16, 32, 4, 1, 32), Tile(16, 32, 4, 1, 32)),
+        "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
+        "backward_q": (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 2, 32)),
+        "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
+        "backward_bias": (Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32)),
     },
     ("sm_120", "half"): {
         "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
-        "backward_q": (Tile(16, 32, 4, 1), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
-        "backward_q featured": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 1)),
-        "backward_kv": (Tile(32, 32, 4, 1), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
-        "backward_kv featured": (Tile(32, 32, 4, 2), Tile(16, 32, 4, 1), Tile(32, 32, 8, 2)),
-        "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1, 64)),
+        "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
+        "backward_q featured": (Tile(64, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+        "backward_kv": (Tile(32, 32, 4, 1), Tile(64, 64, 8, 1), Tile(16, 32, 8, 2)),
+        "backward_kv featured": (Tile(32, 32, 4, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1)),
+        "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(16, 32, 8, 1, 64)),
     },
     ("sm_120", "float32"): {
-        "forward": (Tile(32, 32, 8, 1), Tile(16, 16, 4, 1), Tile(32, 32, 8, 1)),
-        "backward_q": (Tile(32, 32, 8, 2), Tile(32, 32, 4, 1, 32), Tile(32, 32, 4, 1, 32)),
-        "backward_kv": (Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
-        "backward_bias": (Tile(32, 32, 8, 1), Tile(32, 32, 4, 1, 32), Tile(32, 32, 4, 1, 32)),
+        "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
+        "backward_q": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2, 32)),
+        "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
+        "backward_bias": (Tile(32, 32, 8, 1), Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32)),
     },
     ("gfx942", "half"): {
         "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 1)),
-        "forward featured": (Tile(64, 64, 4, 1), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
-        "backward_q": (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-        "backward_q featured": (Tile(64, 32, 8, 2), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
-        "backward_kv": (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 32, 4, 1)),
-        "backward_kv featured": (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
+        "forward featured": (Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 64, 4, 1)),
+        "backward_q": (Tile(128, 64, 8, 2), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+        "backward_q featured": (Tile(64, 32, 8, 2), Tile(32, 32, 4, 1), Tile(64, 32, 4, 1)),
+        "backward_kv": (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1), Tile(16, 32, 4, 1)),
+        "backward_kv featured": (Tile(32, 16, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
         "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
     },
     ("gfx942", "float32"): {
@@ -151,11 +153,11 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
     },
     ("gfx950", "half"): {
         "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 1)),
-        "forward featured": (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(64, 32, 4, 1)),
-        "backward_q": (Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 1)),
-        "backward_q featured": (Tile(64, 32, 4, 1), Tile(64, 32, 4, 2), Tile(64, 32, 4, 1)),
-        "backward_kv": (Tile(64, 64, 4, 1), Tile(64, 64, 4, 1), Tile(32, 32, 4, 1)),
-        "backward_kv featured": (Tile(64, 64, 4, 1), Tile(32, 64, 4, 1), Tile(32, 32, 4, 1)),
+        "forward featured": (Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 32, 4, 1)),
+        "backward_q": (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
+        "backward_q featured": (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(64, 32, 4, 1)),
+        "backward_kv": (Tile(32, 64, 4, 1), Tile(32, 64, 4, 1), Tile(16, 32, 4, 1)),
+        "backward_kv featured": (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1)),
         "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
     },
     ("gfx950", "float32"): {
@@ -194,7 +196,7 @@ def tile(kernel: str, target: str, dtype: str, d: int, dv: int, *, featured: boo
     """The tile of a kernel for a target of the table (or "interpreter"), storage dtype and head sizes.
 
     ``featured``: a mask, bias, ALiBi or softcap is there, which take registers; the bias gradient always has
-    one. float32 has one tile for both, and for its products in tf32.
+    one. A kernel without a row for those has one tile for both. Products of float32 in tf32 have its tiles.
     """
     if target == "interpreter":
         return INTERPRETED[kernel]
