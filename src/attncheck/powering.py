@@ -319,7 +319,7 @@ def build(
         "properties": {name: p.title for name, p in PROPERTIES.items()},
         "styles": {name: {"title": style.title, "about": style.about} for name, style in STYLES.items()},
         "faults": rows,
-        "right": [_counted(name, counts) for name, counts in right.items()],
+        "right": [_counted(name, right[name]) for name in sorted(right)],
         "summary": summary(rows, list(STYLES)),
         "not_imitated": dict(NOT_IMITATED),
     }
