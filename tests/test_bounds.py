@@ -514,7 +514,7 @@ def terms() -> list[Term]:
         ),
         Term(
             "P underflows, in dV",
-            'self.dv["underflow"] += s.z_max * over_rows(np.minimum(most, s.tiny_p), do_abs)',
+            'self.dv["underflow"] += s.z_max * over_rows(np.minimum(pairs.most, s.tiny_p), do_abs)',
             "pass",
             "dv",
             case_of("float16", q=[[3.0]], k=[[32.0], [0.0]], v=two, do=[[128.0]], scale=0.125),
@@ -715,8 +715,8 @@ def terms() -> list[Term]:
         ),
         Term(
             "the factor of dropout, in dV",
-            "(p.u_p + s.u_z * (1 + p.u_p)) * over_rows(most_z, do_abs)",
-            "p.u_p * over_rows(most_z, do_abs)",
+            "(p.u_p + s.u_z * (1 + p.u_p)) * over_rows(pairs.most_z, do_abs)",
+            "p.u_p * over_rows(pairs.most_z, do_abs)",
             "dv",
             case_of("float64", **far, v=np.zeros((3, 1)), do=[[1.0]], dropout=0.5),
             right(dropout="divided", kept_p=True, exp_units=1024.0, sign=ALIKE),
@@ -779,8 +779,8 @@ def terms() -> list[Term]:
         ),
         Term(
             "dS scaled before it is rounded, and before the factor of dropout, in dK",
-            "over_rows(np.minimum(s.z_max * s.tiny_p, s.scale * largest), r.q_abs)",
-            "over_rows(np.minimum(s.tiny_p, s.scale * largest), r.q_abs)",
+            "over_rows(np.minimum(s.z_max * s.tiny_p, s.scale * pairs.ds_most), r.q_abs)",
+            "over_rows(np.minimum(s.tiny_p, s.scale * pairs.ds_most), r.q_abs)",
             "dk",
             one_key("float16", q=[[1000.0]], dlse=1.0, scale=2.0**-13, dropout=0.75),
             right(rounds_p="nearest", ds_scaled_first=True, flush=True, dropout="end"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..formats import FORMATS, format_of
-from .keys import KeySide, kept_in_storage, underflow_of
+from .keys import KeySide, Pairs, kept_in_storage, underflow_of
 from .scores import Rows
 from .terms import Array, Bound, Setup, growth, roundings, stored_bound, sum_product, times, with_vacuous
 
@@ -112,7 +112,21 @@ def backward(s: Setup, r: Rows, o_bound: Bound, lse_bound: Bound, kept: Array, k
     dq = s.exact.dq.hi[:, :, r.at]  # type: ignore[union-attr]
     size = s.scale * (natural @ k_abs)
     over = row_over[..., None] | ~(ds_k * max(1.0, s.scale) <= s.gradient_max)
-    keys.add(r, do_abs, do, z * error, z * most, most, ds_error, signed, largest, natural, row_over, recompute_over)
+    keys.add(
+        r,
+        Pairs(
+            do=do,
+            error_z=z * error,
+            most_z=z * most,
+            most=most,
+            ds_error=ds_error,
+            ds_signed=signed,
+            ds_most=largest,
+            natural=natural,
+            dv_over=r.overflow | recompute_over,
+            dk_over=row_over,
+        ),
+    )
     bound = stored_bound(dq, parts, s.unit, np.zeros_like(over), over, size < 4 * p.tiny, (r.count == 0)[..., None])
     return with_vacuous(bound, bound.vacuous | ((bound.allowed >= size) & ~bound.structural))
 

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..formats import format_of
 from .scores import Rows
 from .terms import Array, Bound, Setup, growth, roundings, stored_bound, sum_product, times, with_vacuous
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What a step of query rows adds to the key side: per pair [B, Hq, R, Sk], but for ``do`` and the flags."""
+
+    do: Array  # [B, Hq, R, Dv]
+    error_z: Array  # error of P, times the factor of dropout
+    most_z: Array  # the kernel's own P at most, times that factor
+    most: Array  # without it
+    ds_error: Array
+    ds_signed: Array  # the exact dS
+    ds_most: Array  # the kernel's own |dS| at most
+    natural: Array  # the size of what dS is made of
+    dv_over: Array  # [B, Hq, R]: rows that may overflow on the way to dV
+    dk_over: Array  # and to dK
 
 
 class KeySide:
@@ -41,44 +58,31 @@ class KeySide:
         b, hk = self.count.shape[:2]
         return np.asarray(array.reshape(b, hk, self.s.case.group, *array.shape[2:]).sum(axis=2))
 
-    def add(
-        self,
-        r: Rows,
-        do_abs: Array,
-        do: Array,
-        error: Array,
-        most_z: Array,
-        most: Array,
-        ds_error: Array,
-        signed: Array,
-        largest: Array,
-        natural: Array,
-        row_over: Array,
-        recompute_over: Array,
-    ) -> None:
+    def add(self, r: Rows, pairs: Pairs) -> None:
         s, p = self.s, self.s.p
+        do_abs = np.abs(pairs.do)
 
-        def over_rows(pairs: Array, rows: Array) -> Array:
-            return self._group(sum_product(pairs.swapaxes(2, 3), rows))
+        def over_rows(of_pairs: Array, rows: Array) -> Array:
+            return self._group(sum_product(of_pairs.swapaxes(2, 3), rows))
 
-        self.dv["errors of the probabilities"] += over_rows(error, do_abs)
+        self.dv["errors of the probabilities"] += over_rows(pairs.error_z, do_abs)
         z = s.z if s.z.shape[2] == 1 else s.z[:, :, r.at]
-        self.dv["rounding of P"] += (p.u_p + s.u_z * (1 + p.u_p)) * over_rows(most_z, do_abs)
-        self.dv["underflow"] += s.z_max * over_rows(np.minimum(most, s.tiny_p), do_abs)
-        self.dv["total"] += over_rows(most_z, do_abs)
+        self.dv["rounding of P"] += (p.u_p + s.u_z * (1 + p.u_p)) * over_rows(pairs.most_z, do_abs)
+        self.dv["underflow"] += s.z_max * over_rows(np.minimum(pairs.most, s.tiny_p), do_abs)
+        self.dv["total"] += over_rows(pairs.most_z, do_abs)
         self.dv["natural"] += over_rows(z * r.seen, do_abs)
-        self.mass["dv"] += self._group(most_z.sum(axis=2)[..., None])
-        self.mass["dk"] += self._group(largest.sum(axis=2)[..., None])
-        self.dk["errors of dS"] += s.scale * over_rows(ds_error, r.q_abs)
-        self.dk["total"] += over_rows(largest, r.q_abs)
-        self.dk["natural"] += s.scale * over_rows(natural, r.q_abs)
+        self.mass["dv"] += self._group(pairs.most_z.sum(axis=2)[..., None])
+        self.mass["dk"] += self._group(pairs.ds_most.sum(axis=2)[..., None])
+        self.dk["errors of dS"] += s.scale * over_rows(pairs.ds_error, r.q_abs)
+        self.dk["total"] += over_rows(pairs.ds_most, r.q_abs)
+        self.dk["natural"] += s.scale * over_rows(pairs.natural, r.q_abs)
         if p.ds_scaled_first:
-            self.dk["scaled first"] += over_rows(np.minimum(s.z_max * s.tiny_p, s.scale * largest), r.q_abs)
-        self.dv_over |= self._group(r.overflow | recompute_over).any(axis=2)
-        self.dk_over |= self._group(row_over).any(axis=2)
+            self.dk["scaled first"] += over_rows(np.minimum(s.z_max * s.tiny_p, s.scale * pairs.ds_most), r.q_abs)
+        self.dv_over |= self._group(pairs.dv_over).any(axis=2)
+        self.dk_over |= self._group(pairs.dk_over).any(axis=2)
         if p.grads_in_storage is not None:
-            self._in_storage("dv", z * r.prob, do, p.grads_in_storage[0])
-            self._in_storage("dk", s.scale * signed, s.q[:, :, r.at], p.grads_in_storage[0])
+            self._in_storage("dv", z * r.prob, pairs.do, p.grads_in_storage[0])
+            self._in_storage("dk", s.scale * pairs.ds_signed, s.q[:, :, r.at], p.grads_in_storage[0])
 
     def _in_storage(self, name: str, pairs: Array, rows: Array, block: int) -> None:
         """One rounding to storage of each head's running sum after each query block."""
