@@ -59,7 +59,8 @@ def present(
 
     ``told_lengths``: the kernel is given q_lengths and k_lengths, so it owes not to read padding,
     and that is poisoned. Where it is not, padded keys are hidden by a mask (poisoned with
-    ``poison_hidden`` only), padded queries stay as they are, and their do and dlse are 0.
+    ``poison_hidden`` only), and padded queries are 0, as are their do and dlse: the kernel works on
+    them as on any others, and what overflows there on its way back reaches dK and dV as NaN.
     ``axes``: the order of [B, H, S, D] in which the kernel takes its arrays (layouts refer to it;
     pages have an order of their own).
     """
@@ -71,7 +72,7 @@ def present(
     arrays = {"q": case.q, "k": case.k, "v": case.v, "do": case.do, "dlse": case.dlse}
     if case.q_lengths is not None and (presentation.poison is not None or not told_lengths):
         rows = np.arange(case.q.shape[2]) >= np.array(case.q_lengths, dtype=np.int64)[:, None]
-        for name in ("q", "do", "dlse") if told_lengths else ("do", "dlse"):
+        for name in ("q", "do", "dlse"):
             # dlse is wider than storage: its own NaN or inf, and a number as huge as the others
             arrays[name] = _filled(arrays[name], rows[:, None], fill if told_lengths else 0.0)
     if presentation.poison is not None:

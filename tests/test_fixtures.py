@@ -627,3 +627,14 @@ def test_any_byte_changed_it_is_refused_or_still_holds_the_same_case(data: st.Da
 
 
 DAMAGED = dumps(small())[0].encode()
+
+
+def test_a_document_from_before_packed_batches_is_read() -> None:
+    record = replace(small(), presentation=Presentation(route="mask"))
+    text, _ = dumps(record)
+    document = json.loads(text)
+    del document["presentation"]["packed"]
+    assert loads(json.dumps(document)).presentation == record.presentation
+    del document["presentation"]["route"]
+    with pytest.raises(FixtureError, match="presentation lacks the field 'route'"):
+        loads(json.dumps(document))

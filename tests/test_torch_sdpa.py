@@ -13,6 +13,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attncheck.fixtures.shipped import load
+from attncheck.kernels.adapters.tensors import to_tensor
 from attncheck.kernels.candidate import Candidate
 from attncheck.kernels.torch_sdpa import FLASH, FLASH_HALF_EXP, MATH
 from attncheck.oracle.case import Case, Presentation
@@ -173,3 +174,19 @@ def test_flash_declines_what_it_cannot_do() -> None:
     with pytest.raises(RuntimeError, match="No available kernel"), pytest.warns(UserWarning):  # noqa: SIM117
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             SDPA(one, one, one, attn_mask=torch.zeros(1, 1, requires_grad=True))
+
+
+def test_what_overflows_in_padded_rows_does_not_reach_the_keys() -> None:
+    """A kernel that is not told of padding works on padded rows too: huge scores there, taken again on the way
+    back, are as far off as exp can be infinite, and that times the 0 of dO is NaN."""
+    q = np.zeros((1, 1, 2, 8), ml_dtypes.bfloat16)
+    q[..., 1, 2:] = np.ldexp([1.0, 0.0, 1.5, 0.0, -1.5, 1.0], [50, 0, 47, 0, 46, 59]).astype(q.dtype)
+    k = np.array([[[[0, 0, 1, 0, 0.28125, 0, -0.25, -544]]]], q.dtype)
+    case = Case(q, k, np.zeros_like(k), do=np.zeros_like(q), q_lengths=(1,), mask=np.array([False]))
+    for candidate in (FLASH, MATH):
+        verdict = PROPERTIES["empty-rows"].judge(candidate, case, Presentation())
+        assert verdict.outcome is Outcome.HOLDS, verdict.sentence
+    tensors = [to_tensor(x).requires_grad_() for x in (q, k, np.zeros_like(k))]
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        o = SDPA(*tensors, attn_mask=torch.tensor([[False], [True]]))
+    assert torch.isnan(torch.autograd.grad(o, tensors[1], torch.zeros_like(o))[0]).all()  # or this tests nothing
