@@ -174,6 +174,28 @@ def _candidate(target: str, about: str, device: str) -> Candidate:
     )
 
 
+def _patch_the_language_once() -> None:
+    """Keep Triton's interpreter from patching its language again for each device function that a kernel calls.
+
+    Inside a kernel it is patched already; to find that out costs a third of the time. Without these names, or
+    with others, the interpreter is left as it is.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, scope = (getattr(interpreter, name, None) for name in ("_patch_lang", "_LangPatchScope"))
+    if patch is None or scope is None or getattr(patch, "once", False):
+        return
+
+    def once(fn: Any) -> Any:
+        languages = [x for x in fn.__globals__.values() if x is tl or x is tl.core]
+        done = languages and not any(tl.core.is_builtin(x.load) for x in languages)
+        return scope() if done else patch(fn)
+
+    once.once = True  # type: ignore[attr-defined]
+    interpreter._patch_lang = once
+
+
 @cache
 def interpreted() -> Candidate:
     """The kernel in this process's interpreter, for a process that was started with TRITON_INTERPRET=1."""
@@ -181,6 +203,7 @@ def interpreted() -> Candidate:
 
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("TRITON_INTERPRET is not 1; it must be when the process starts")
+    _patch_the_language_once()
     about = f"Triton {triton.__version__}, forward and backward, in its interpreter (no GPU here)"
     return _candidate("interpreter", about, "cpu")
 
