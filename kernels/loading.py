@@ -21,7 +21,7 @@ from ..oracle.features import FEATURES
 from ..oracle.formats import FORMATS
 from ..oracle.profile import Conventions, Profile
 from ..oracle.result import GRADIENTS, Result
-from .adapters import CONVENTIONS, Declared, LoadError, wrap
+from .adapters import CONVENTIONS, Declared, LoadError, known_convention, wrap
 from .candidate import PROMISES, Candidate
 
 __all__ = ["BUILT_IN", "CONVENTIONS", "ENTRY_POINTS", "LoadError", "entry_points", "from_callable", "load"]
@@ -66,6 +66,8 @@ def load(
 
     Raises LoadError, one sentence, for whatever cannot be loaded.
     """
+    if like is not None:
+        known_convention(like)
     found, run_in = _find(target)
     changes: dict[str, Any] = {
         "name": name,

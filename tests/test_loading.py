@@ -277,6 +277,7 @@ def test_a_plain_callable_needs_a_convention(kernel: str) -> None:
 
 
 def test_an_unknown_convention_lists_the_known(kernel: str) -> None:
+    assert sentence("numpy-blocked", like="spda").startswith("--like is 'spda'")  # though it has no use for one
     text = sentence(f"{kernel}:attention", like="spda")
     assert text == "--like is 'spda'; known conventions are sdpa, flash_attn, flash_attn_varlen, numpy, case"
 

@@ -12,7 +12,7 @@ from ..candidate import Candidate
 from . import case_function, flash_attn, numpy_arrays, sdpa
 from .declared import Declared, LoadError
 
-__all__ = ["CONVENTIONS", "Declared", "LoadError", "wrap"]
+__all__ = ["CONVENTIONS", "Declared", "LoadError", "known_convention", "wrap"]
 
 #: convention -> the adapter's wrap(function, declared) -> Candidate
 CONVENTIONS: dict[str, Callable[[Callable[..., Any], Declared], Candidate]] = {
@@ -29,6 +29,11 @@ def wrap(function: Callable[..., Any], like: str, declared: Declared) -> Candida
 
     Raises LoadError for an unknown convention or a signature that does not fit it.
     """
+    known_convention(like)
+    return CONVENTIONS[like](function, declared)
+
+
+def known_convention(like: str) -> None:
+    """Raise LoadError where ``like`` is none of CONVENTIONS."""
     if like not in CONVENTIONS:
         raise LoadError(f"--like is {like!r}; known conventions are {', '.join(CONVENTIONS)}")
-    return CONVENTIONS[like](function, declared)
