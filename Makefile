@@ -24,7 +24,7 @@ verify: $(STAMP) ## judge numpy-blocked and PyTorch's math and flash attention, 
 test: $(STAMP) ## run the test suite in parallel
 	$(BIN)/python -m pytest -n $(N)
 
-power: $(STAMP) ## plant every fault of the zoo, and write docs/POWER.md (half an hour)
+power: $(STAMP) ## plant every fault of the zoo, and write docs/POWER.md (a quarter of an hour)
 	$(BIN)/attncheck power --markdown docs/POWER.md
 
 lint: $(STAMP) ## ruff check
