@@ -15,5 +15,5 @@ if [ ! -f "$venv/installed" ]; then
     touch "$venv/installed"
 fi
 "$venv/bin/python" -c 'import numpy, torch, triton; print("triton", triton.__version__, "numpy", numpy.__version__, "torch", torch.__version__)'
-[ $# -gt 0 ] || set -- tests/test_triton.py tests/test_triton_compile.py tests/test_gpu_script.py tests/test_isolated.py
+[ $# -gt 0 ] || set -- tests/test_triton.py tests/test_triton_compile.py tests/test_triton_compile_features.py tests/test_gpu_script.py tests/test_isolated.py
 exec "$venv/bin/python" -m pytest -q "$@"

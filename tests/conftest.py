@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,3 +32,14 @@ def attncheck(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         return int(stop.value.code or 0), out, err
 
     return run
+
+
+@pytest.fixture(scope="module")
+def fresh_triton_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every kernel is compiled here and now. Line information is left out: it costs time and changes no code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setenv("TRITON_DISABLE_LINE_INFO", "1")
+        gc.disable()  # collections would walk all of torch for little that the compiler leaves behind
+        yield
+        gc.enable()
