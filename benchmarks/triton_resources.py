@@ -43,9 +43,10 @@ def main() -> int:
     for target in options.target:
         for dtype in options.dtype:
             for width in options.width:
-                for kernel in KERNELS:
+                for kernel in (*KERNELS, "merge"):
                     for mark, features in (("", PLAIN), ("+", EVERYTHING)):
-                        if kernel == "backward_bias" and not mark:
+                        # a bias gradient is never plain, and a merge nothing else
+                        if (kernel == "backward_bias" and not mark) or (kernel == "merge" and mark):
                             continue
                         d, dv = UNEVEN[width] if mark else (width, width)
                         found = compile_for(kernel, target, dtype, d, dv, **features)

@@ -423,8 +423,9 @@ def _masks(
         elif law == "zeros and ones":
             x = np.where(x > 0, 1.0, 0.0)  # a mask in the eyes of who takes numbers for truth values
         elif law == "least":
-            # the other way to say "hidden", but for rows in which it is said of all keys
-            x = np.where(rng.random(full) < rng.choice([0.5, 0.9]), -stored.max, 0.0)
+            # the other way to say "hidden", but for rows in which it is said of all keys; where sums have no wider
+            # range than the bias, a quarter of it, or they overflow and nothing can be judged
+            x = np.where(rng.random(full) < rng.choice([0.5, 0.9]), -min(stored.max, wide.max / 4), 0.0)
         bias = _to(stored, x)
         if kind == "bias with -inf":
             seen = _visible(draw, plan, rng, full)

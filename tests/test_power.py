@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from attncheck import power_report, powering
-from attncheck.kernels.candidate import Candidate
+from attncheck.kernels.candidate import Candidate, Unsupported
 from attncheck.kernels.faulty import ZOO, Fault, Kernel, right
 from attncheck.kernels.numpy_blocked import candidate as numpy_blocked
 from attncheck.oracle.case import Case, Presentation
@@ -354,6 +354,20 @@ def test_a_wrong_kernel_among_the_right_ones_is_a_false_alarm_of_the_report(monk
     assert "| cheat | " in power_report.markdown(document)
 
 
+def test_kernels_that_were_not_judged_are_not_counted_among_the_right_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(case: Case, presentation: Presentation, want: frozenset[str]) -> Result:
+        raise Unsupported("nothing pleases it")
+
+    shy = replace(ZOO["B039"].candidate(), name="shy", run=refuses)
+    monkeypatch.setattr(false_alarms, "right_kernels", lambda: ({"shy": shy}, ["triton is not installed"]))
+    power = powering.Power(("cheat:zeros",), seeds=1, examples=4, shrunk_seeds=0, right_cases=1)
+    document = powering.measure(power)
+    text = power_report.render(document)
+    assert "of 0 right kernels" in text
+    assert "right, but nothing was judged: shy" in text and "right, but not loaded: triton is not installed" in text
+    assert "\n- triton is not installed\n" in power_report.markdown(document)
+
+
 def detections(*examples: int | None) -> Iterator[Detection]:
     for seed, n in enumerate(examples):
         caught = n is not None
@@ -365,7 +379,7 @@ def test_a_fault_counts_as_caught_where_every_seed_catches_it() -> None:
     public: dict[str, str | None] = dict.fromkeys(STYLES)
     for examples, caught in (((1, 7, 3), 1), ((1, None, 3), 0), ((None, None, None), 0)):
         document = powering.build(
-            power, {"B039": list(detections(*examples))}, {"B039": public}, {}, {"B039": 0.3}, processes=1, wall=1.0
+            power, {"B039": list(detections(*examples))}, {"B039": public}, {}, [], {"B039": 0.3}, processes=1, wall=1.0
         )
         assert document["summary"]["caught"] == caught
         assert document["summary"]["missed"] == ([] if caught else ["B039"])

@@ -1,4 +1,4 @@
-"""What a launch may have beside the plain call, compiled like the tile table's entries (test_triton_compile)."""
+"""Split keys, and what a launch may have beside the plain call, compiled like the tile table's entries."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def test_masks_biases_caps_and_ragged_lengths(target: str, kernel: str) -> None:
     found = compile_for(kernel, target, "bfloat16", 96, 80, **EVERYTHING)  # widths that need masks of their own
     sound(found)
     right_products(found, "bfloat16")
+
+
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+def test_keys_that_are_split(target: str) -> None:
+    found = compile_for("decode", target, "bfloat16", 128, **CAUSAL)
+    sound(found)
+    right_products(found, "bfloat16")
+    found = compile_for("merge", target, "bfloat16", 128)
+    assert found.spills == 0
+    assert found.shared <= SHARED_MEMORY[target]
 
 
 @pytest.mark.parametrize("precision", ["tf32", "tf32x3"])

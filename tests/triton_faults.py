@@ -72,6 +72,20 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in (
             "start = up_to_tile(last - offset - right, TILE)"),), "dv"),
     Fault("dbias-of-one-head", "the gradient of a bias that all heads share holds the first head's",
           (("bias_gradient.py", "end_head = heads", "end_head = first_head + 1"),), "dbias"),
+    Fault("parts-not-weighed", "split keys: parts are added as if they had one maximum",
+          (("decode.py", "acc += tl.sum(x * weight[:, None], 0)", "acc += tl.sum(x, 0)"),), "output"),
+    Fault("first-split-only", "split keys: the log-sum-exp is that of the first split",
+          (("decode.py", "total += tl.sum(part * weight, 0)",
+            "total += tl.sum(tl.where(split == 0, part * weight, 0.0), 0)"),), "lse"),
+    Fault("last-split-dropped", "split keys: the merge stops before an incomplete step of splits",
+          (("decode.py", "range(0, splits, N)", "range(0, splits // N * N, N)"),), "output"),
+    Fault("unwritten-part-read", "split keys: parts that no program wrote are weighed too",
+          (("decode.py", "there = (split < splits) & (part != 0.0)", "there = split < splits"),), "outputs-written"),
+    Fault("split-left-of-window", "split keys: a split begins where the window does, not where it should",
+          (("decode.py", "start = tl.maximum(start, split * KEYS)", "start += split * KEYS"),), "output"),
+    Fault("heads-in-turn", "split keys: query rows of a group are read head by head, but counted row by row",
+          (("decode.py", "h = (kv * group + member % group)",
+            "h = (kv * group + tl.minimum(member // q_count, group - 1))"),), "output", examples=300),
 )}
 # fmt: on
 

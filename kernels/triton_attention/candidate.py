@@ -15,7 +15,7 @@ from ...oracle.profile import Profile
 from ...oracle.result import GRADIENTS, OUTPUTS, Result
 from ..candidate import Candidate, Unsupported
 from ..presenting import present, unpacked
-from .tiles import DTYPES, KERNELS, tile
+from .tiles import DTYPES, KERNELS, split_of, tile
 
 NAME = "triton"
 
@@ -49,7 +49,10 @@ def profile(dtype: str, target: str, precision: str = "ieee") -> Profile:
     u_in = 0.0 if narrow or target == "interpreter" else {"ieee": 0.0, "tf32": 2.0**-10, "tf32x3": 2.0**-20}[precision]
     # wider heads take smaller tiles
     keys = min(
-        tile("forward", target, dtype, d, d, featured=featured).n for d in (64, 128, 256) for featured in (False, True)
+        tile(kernel, target, dtype, d, d, featured=featured).n
+        for kernel in ("forward", "decode")
+        for d in (64, 128, 256)
+        for featured in (False, True)
     )
     return Profile(
         storage=dtype,
@@ -156,7 +159,7 @@ def _band(case: Case) -> np.ndarray:
 
 def _candidate(target: str, about: str, device: str) -> Candidate:
     # the tiles that small drawn cases meet
-    tiles = [tile(kernel, target, "float16", 16, 16) for kernel in KERNELS]
+    tiles, split = [tile(kernel, target, "float16", 16, 16) for kernel in KERNELS], split_of(target)
     return Candidate(
         name=NAME,
         run=run,
@@ -164,7 +167,7 @@ def _candidate(target: str, about: str, device: str) -> Candidate:
         offers=frozenset(OUTPUTS) - {"dsink"},
         lacks={"sinks": "the kernel has no sinks", "dropout": "the kernel has no dropout"},
         profiles={dtype: profile(dtype, target) for dtype in DTYPES},
-        blocks=tuple(sorted({size for t in tiles for size in (t.m, t.n)})),
+        blocks=tuple(sorted({split.rows, split.keys, *(size for t in tiles for size in (t.m, t.n))})),
         takes_layouts=frozenset(LAYOUTS),
         takes_packed=True,
         # on a GPU other strides are another binary, whose sums may run in another order

@@ -18,11 +18,12 @@ from triton.compiler import ASTSource
 
 from .launch import KERNELS, parameters
 from .problem import FULL, IN_INTERPRETER
-from .tiles import Tile, padded, tile
+from .tiles import Tile, padded, split_of, tile
 
 _TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _POINTERS = {
     "lse": "*fp32",
+    **dict.fromkeys(("parts", "sums", "tops"), "*fp32"),
     "dlse": "*fp32",
     "delta": "*fp32",
     "slopes": "*fp32",
@@ -98,6 +99,8 @@ def compile_for(
         "D": padded(d),
         "DV": padded(dv),
         "CHUNK": chosen.channels(d, dv),
+        "SHORT": 0,
+        "KEYS": split_of(target).keys,
         "PRECISION": precision,
         "BFLOAT16_BY_HAND": False,
     }

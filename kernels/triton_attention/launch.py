@@ -12,12 +12,15 @@ import torch
 
 from .backward import backward_kv, backward_q
 from .bias_gradient import backward_bias
+from .decode import decode, merge
 from .forward import forward
 from .problem import DTYPES, FULL, IN_INTERPRETER, Problem
-from .tiles import Tile, padded, target_named, tile
+from .tiles import Split, Tile, padded, split_of, target_named, tile
 
 KERNELS: dict[str, Any] = {
     "forward": forward,
+    "decode": decode,
+    "merge": merge,
     "backward_q": backward_q,
     "backward_kv": backward_kv,
     "backward_bias": backward_bias,
@@ -43,11 +46,35 @@ def target_of(device: torch.device) -> str:
 
 def run_forward(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """O as a view [B, Hq, Sq, Dv] (packed: [1, Hq, T, Dv]) and the log-sum-exp [B, Hq, Sq] ([1, Hq, T])."""
-    o = _new(p, p.q, p.v.shape[3])
+    split = split_of(target_of(p.q.device))
+    known = p.ragged[0] == FULL  # else entries of few rows are told from the others on the device
+    o = _new(p, p.q, p.v.shape[3], zero=p.packed or not known)
     lse = torch.full(p.q.shape[:3], -torch.inf, dtype=torch.float32, device=p.q.device)
-    chosen = _tile(p, "forward")
-    _launch(p, "forward", chosen, _row_tiles(p, chosen), {"o": o, "lse": lse})
+    if p.q_size > split.rows:
+        chosen = _tile(p, "forward")
+        values = {"SHORT": 0 if known else split.rows}
+        _launch(p, "forward", chosen, _row_tiles(p, chosen), {"o": o, "lse": lse}, values)
+    if p.q_size <= split.rows or not known:
+        _decode(p, split, o, lse)
     return o, lse
+
+
+def _decode(p: Problem, split: Split, o: torch.Tensor, lse: torch.Tensor) -> None:
+    """The rows of batch entries that have at most ``split.rows`` of them."""
+    heads, group = p.q.shape[1], p.q.shape[1] // p.k.shape[1]
+    rows, splits = min(p.q_size, split.rows), max(1, -(-p.k_size // split.keys))
+    shape, device = (p.batches, heads, rows, splits), p.q.device
+    tensors = {
+        "parts": torch.empty((*shape, p.v.shape[3]), dtype=torch.float32, device=device),
+        "sums": torch.zeros(shape, dtype=torch.float32, device=device),
+        "tops": torch.empty(shape, dtype=torch.float32, device=device),
+        "o": o,
+        "lse": lse,
+    }
+    chosen = _tile(p, "decode")
+    values = {"splits": splits, "row_limit": rows, "KEYS": split.keys}
+    _launch(p, "decode", chosen, -(-group * rows // chosen.m), tensors, values)
+    _launch(p, "merge", _tile(p, "merge"), rows, tensors, values)
 
 
 def run_backward(
@@ -63,7 +90,7 @@ def run_backward(
 
     ``do`` (any strides) and ``dlse`` are upstream gradients of what run_forward returned.
     """
-    dq, dk, dv = _new(p, p.q, p.q.shape[3]), _new(p, p.k, p.k.shape[3]), _new(p, p.v, p.v.shape[3])
+    dq, dk, dv = (_new(p, x, x.shape[3], zero=p.packed) for x in (p.q, p.k, p.v))
     delta = torch.empty_like(lse)
     tensors = {"o": o, "lse": lse, "do": do, "delta": delta, "dq": dq, "dk": dk, "dv": dv}
     if dlse is not None:
@@ -91,19 +118,27 @@ def _row_tiles(p: Problem, chosen: Tile) -> int:
     return -(-p.q_size // chosen.m)
 
 
-def _new(p: Problem, like: torch.Tensor, width: int) -> torch.Tensor:
-    """An output of the batch, heads and rows of ``like``, laid out in the caller's order of axes."""
+def _new(p: Problem, like: torch.Tensor, width: int, *, zero: bool) -> torch.Tensor:
+    """An output of the batch, heads and rows of ``like``, laid out in the caller's order of axes; ``zero`` where
+    it has rows that no program owns, as those past the last packed sequence."""
     b, h, s, _ = like.shape
-    # no program owns rows past the last packed sequence
-    new = torch.zeros if p.packed else torch.empty
+    new = torch.zeros if zero else torch.empty
     if p.order == "bhsd":
         return new((b, h, s, width), dtype=like.dtype, device=like.device)
     return new((b, s, h, width), dtype=like.dtype, device=like.device).transpose(1, 2)
 
 
-def _launch(p: Problem, kernel: str, chosen: Tile, tiles: int, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Run a kernel over ``tiles`` tiles per head and batch entry (bias gradient: over the stored bias)."""
-    values = _values(p, chosen, tensors)
+def _launch(
+    p: Problem,
+    kernel: str,
+    chosen: Tile,
+    tiles: int,
+    tensors: Mapping[str, torch.Tensor],
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Run a kernel over ``tiles`` tiles per head and batch entry (bias gradient: over the stored bias), ``more``
+    being values of its own."""
+    values = _values(p, chosen, tensors) | dict(more or {})
     if kernel == "backward_bias":
         dbias = tensors["dbias"]
         values["row_tiles"] = -(-dbias.shape[2] // chosen.m)
@@ -111,7 +146,8 @@ def _launch(p: Problem, kernel: str, chosen: Tile, tiles: int, tensors: Mapping[
         programs = dbias.shape[0] * dbias.shape[1] * values["row_tiles"] * values["key_tiles"]
     else:
         values["tiles"] = tiles
-        programs = tiles * p.batches * (p.k if kernel == "backward_kv" else p.q).shape[1]
+        programs = tiles * p.batches * (p.k if kernel in ("backward_kv", "decode") else p.q).shape[1]
+        programs *= values["splits"] if kernel == "decode" else 1
     if programs == 0:
         return
     if programs >= 2**31:

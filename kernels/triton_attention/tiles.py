@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-KERNELS: tuple[str, ...] = ("forward", "backward_q", "backward_kv", "backward_bias")
+KERNELS: tuple[str, ...] = ("forward", "decode", "backward_q", "backward_kv", "backward_bias")
 
 #: targets of the table -> bytes of shared memory that a block may use
 SHARED_MEMORY: dict[str, int] = {
@@ -49,18 +49,35 @@ class Tile:
         return self.chunk if 0 < self.chunk < max(padded(d), padded(dv)) else 0
 
 
+@dataclass(frozen=True)
+class Split:
+    """Batch entries of at most ``rows`` queries are decoded: their keys are split, ``keys`` to a program.
+
+    Neither may depend on what else is in the batch, or an entry's bits would.
+    """
+
+    rows: int
+    keys: int
+
+
 #: for Triton's interpreter: smaller than a compiler takes, so that small cases have many tiles and every edge
 #: is met, and rows and keys differ, so that a mix-up of the two is seen
 INTERPRETED: dict[str, Tile] = {
     "forward": Tile(8, 4),
+    "decode": Tile(4, 8),
+    "merge": Tile(1, 2),
     "backward_q": Tile(8, 4, chunk=16),
     "backward_kv": Tile(4, 8),
     "backward_bias": Tile(8, 4, chunk=16),
 }
 
+#: splits at a time, per row
+MERGE = Tile(1, 16)
+
 #: (target, storage) -> kernel -> tiles for head sizes up to 64, 128 and 256
 TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
     ("sm_80", "half"): {
+        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
         "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
@@ -70,6 +87,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1, 64)),
     },
     ("sm_80", "float32"): {
+        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(32, 32, 8, 1), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
         "backward_q": (Tile(32, 16, 8, 1), Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 32)),
         "backward_kv": (Tile(16, 16, 4, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
@@ -77,6 +95,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(32, 32, 8, 1), Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32)),
     },
     ("sm_89", "half"): {
+        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
@@ -86,12 +105,14 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1, 64)),
     },
     ("sm_89", "float32"): {
+        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
         "backward_q": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2, 32)),
         "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
         "backward_bias": (Tile(32, 32, 8, 1), Tile(32, 32, 8, 2, 32), Tile(32, 32, 8, 1, 64)),
     },
     ("sm_90", "half"): {
+        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
         "forward featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
         "backward_q": (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
@@ -101,12 +122,14 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(64, 32, 8, 1, 64)),
     },
     ("sm_90", "float32"): {
+        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
         "backward_q": (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2), Tile(32, 16, 8, 1, 32)),
         "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
         "backward_bias": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1, 64), Tile(16, 16, 8, 2, 32)),
     },
     ("sm_100", "half"): {
+        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
         "forward featured": (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
         "backward_q": (Tile(128, 64, 8, 1), Tile(128, 128, 8, 1), Tile(64, 64, 8, 1)),
@@ -116,12 +139,14 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(16, 32, 4, 1)),
     },
     ("sm_100", "float32"): {
+        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
         "backward_q": (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 2, 32)),
         "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
         "backward_bias": (Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32)),
     },
     ("sm_120", "half"): {
+        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
@@ -131,12 +156,14 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(16, 32, 8, 1, 64)),
     },
     ("sm_120", "float32"): {
+        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
         "backward_q": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2, 32)),
         "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
         "backward_bias": (Tile(32, 32, 8, 1), Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32)),
     },
     ("gfx942", "half"): {
+        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 1)),
         "forward featured": (Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 64, 4, 1)),
         "backward_q": (Tile(128, 64, 8, 2), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
@@ -146,12 +173,14 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
     },
     ("gfx942", "float32"): {
+        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
         "backward_q": (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
         "backward_kv": (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
         "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
     },
     ("gfx950", "half"): {
+        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 1)),
         "forward featured": (Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 32, 4, 1)),
         "backward_q": (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
@@ -161,6 +190,7 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
     },
     ("gfx950", "float32"): {
+        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
         "backward_q": (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
         "backward_kv": (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
@@ -200,7 +230,14 @@ def tile(kernel: str, target: str, dtype: str, d: int, dv: int, *, featured: boo
     """
     if target == "interpreter":
         return INTERPRETED[kernel]
+    if kernel == "merge":
+        return MERGE
     width = max(padded(d), padded(dv))
     rows = TABLE[target, "float32" if dtype == "float32" else "half"]
     row = rows.get(f"{kernel} featured", rows[kernel]) if featured else rows[kernel]
     return row[0 if width <= 64 else 1 if width <= 128 else 2]
+
+
+def split_of(target: str) -> Split:
+    """How the keys of few queries are split on a target of the table (or "interpreter")."""
+    return Split(rows=3, keys=16) if target == "interpreter" else Split(rows=8, keys=512)

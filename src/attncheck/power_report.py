@@ -94,6 +94,9 @@ def markdown(document: dict[str, Any]) -> str:
                 f"{row['verdicts'].get(name, 0):,}" for name in ("holds", "vacuous", "declined", "known", "violated")
             )
             lines.append(f"| {row['kernel']} | {row['cases']:,} | {counts} |")
+        if document["not_loaded"]:
+            lines += ["", "Not judged, for they could not be loaded:", ""]
+            lines += [f"- {why}" for why in document["not_loaded"]]
     if "--faults" in document["command"]:
         return "\n".join(lines) + "\n"
     lines += ["", "## Not imitated", "", "| report or kind | reason |", "| --- | --- |"]
@@ -121,9 +124,12 @@ def _conclusions(document: dict[str, Any]) -> list[str]:
         f"caught here only: {s['only_here']}"
     )
     if document["right"]:
-        cases, kernels = sum(row["cases"] for row in document["right"]), len(document["right"])
-        alarms = sum(row["verdicts"].get("violated", 0) for row in document["right"])
-        lines.append(f"false alarms: {alarms} in {cases:,} cases of {kernels} right kernels")
+        judged = [row for row in document["right"] if row["verdicts"].keys() - {"declined", "vacuous"}]
+        cases = sum(row["cases"] for row in judged)
+        alarms = sum(row["verdicts"].get("violated", 0) for row in judged)
+        lines.append(f"false alarms: {alarms} in {cases:,} cases of {len(judged)} right kernels")
+        lines += [f"right, but nothing was judged: {row['kernel']}" for row in document["right"] if row not in judged]
+        lines += [f"right, but not loaded: {why}" for why in document["not_loaded"]]
         for alarm in (alarm for row in document["right"] for alarm in row["alarms"]):
             where = f"case {alarm['number']} of seed {alarm['seed']} in {alarm['dtype']}"
             lines.append(f"false alarm: {alarm['kernel']}, {alarm['property']}, {where}: {alarm['sentence']}")

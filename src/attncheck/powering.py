@@ -149,14 +149,16 @@ def pieces(power: Power, processes: int) -> list[Piece]:
 
 def work(piece: Piece, tick: Callable[[str], None]) -> list[tuple[str, Any]]:
     """Do a piece: (id, Detection) per fault; or (id, (what each public style caught, seconds)); or (name, Counts)
-    per right kernel."""
+    per right kernel, and (why it cannot be loaded, None)."""
     from attncheck.kernels.faulty import ZOO
 
     done: list[tuple[str, Any]] = []
     if isinstance(piece, Right):
         from attncheck.properties.false_alarms import judge_right, right_kernels
 
-        done += judge_right(right_kernels()[0], piece.dtype, RIGHT_SEED, piece.cases).items()
+        kernels, missing = right_kernels()
+        done += judge_right(kernels, piece.dtype, RIGHT_SEED, piece.cases).items()
+        done += ((why, None) for why in missing)
         tick(piece.faults[0])
         return done
     if isinstance(piece, Show):
@@ -191,12 +193,16 @@ def measure(power: Power, *, processes: int = 1, progress: Progress | None = Non
     detections: dict[str, list[Detection]] = {id: [] for id in power.faults}
     public: dict[str, dict[str, str | None]] = {}
     right: dict[str, list[Counts]] = {}
+    missing: set[str] = set()
     seconds = dict.fromkeys(power.faults, 0.0)
     started = time.monotonic()
     for piece, done in _all_done(todo, processes, tick):
         for id, found in done:
             if isinstance(piece, Right):
-                right.setdefault(id, []).append(found)
+                if found is None:
+                    missing.add(id)
+                else:
+                    right.setdefault(id, []).append(found)
                 continue
             if isinstance(piece, Show):
                 public[id], spent = found
@@ -204,7 +210,8 @@ def measure(power: Power, *, processes: int = 1, progress: Progress | None = Non
                 detections[id].append(found)
                 spent = found.seconds
             seconds[id] += spent
-    return build(power, detections, public, right, seconds, processes=processes, wall=time.monotonic() - started)
+    wall = time.monotonic() - started
+    return build(power, detections, public, right, sorted(missing), seconds, processes=processes, wall=wall)
 
 
 def _all_done(
@@ -268,6 +275,7 @@ def build(
     detections: dict[str, list[Detection]],
     public: dict[str, dict[str, str | None]],
     right: Mapping[str, Sequence[Counts]],
+    missing: Sequence[str],
     seconds: Mapping[str, float],
     *,
     processes: int,
@@ -320,6 +328,7 @@ def build(
         "styles": {name: {"title": style.title, "about": style.about} for name, style in STYLES.items()},
         "faults": rows,
         "right": [_counted(name, right[name]) for name in sorted(right)],
+        "not_loaded": list(missing),
         "summary": summary(rows, list(STYLES)),
         "not_imitated": dict(NOT_IMITATED),
     }
