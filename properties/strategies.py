@@ -497,7 +497,7 @@ def presentations(draw: Draw, plan: Plan, case: Case, alike: str | None) -> Pres
     if plan.takes_layouts and _one_in(draw, 4, "poison"):
         more["poison"] = _pick(draw, POISONS, "poison")
     if plan.takes_pages and _one_in(draw, 6 if case.k_lengths is None else 2, "pages"):
-        more["page_size"] = _pick(draw, (1, 2, 4, max(1, case.k.shape[2] // 3), 16), "page size")
+        more["page_size"] = _pick(draw, (1, 2, 4, max(1, case.k.shape[2] // 3), 16, 256), "page size")
     if plan.takes_packed and case.mask is None and case.bias is None and case.keep is None and route == "flags":
         more["packed"] = _one_in(draw, 8 if (case.q_lengths, case.k_lengths) == (None, None) else 2, "packed")
     return Presentation(route=route, **more)

@@ -491,6 +491,100 @@ def test_flash_attn_varlen_takes_lengths_and_reports_wrong_shapes() -> None:
         from_callable(lambda q, k, v: q, "flash_attn_varlen")
 
 
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: None = None,
+    v: None = None,
+    rotary_cos: None = None,
+    rotary_sin: None = None,
+    cache_seqlens: torch.Tensor | None = None,
+    cache_batch_idx: None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    *,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """A right kernel of this convention: one sequence after another, its pages laid end to end."""
+    assert cache_seqlens is not None and cache_seqlens.dtype == torch.int32
+    found = []
+    for b, n in enumerate(cache_seqlens.tolist()):
+        own = []
+        for cache in (k_cache, v_cache):
+            whole = cache[b] if block_table is None else cache[block_table[b].long()].flatten(0, 1)
+            own.append(whole[None, :n])
+        slopes = alibi_slopes[b : b + 1] if alibi_slopes is not None and alibi_slopes.ndim == 2 else alibi_slopes
+        found.append(
+            flash_attn_func(
+                q[b : b + 1],
+                *own,
+                softmax_scale=softmax_scale,
+                causal=causal,
+                window_size=window_size,
+                softcap=softcap,
+                alibi_slopes=slopes,
+                return_attn_probs=True,
+            )
+        )
+    o = torch.cat([x for x, _, _ in found]) if found else q.new_zeros(*q.shape[:3], v_cache.shape[3])
+    lse = torch.cat([x for _, x, _ in found]) if found else q.new_zeros(0, q.shape[2], q.shape[1])
+    return (o, lse) if return_softmax_lse else o
+
+
+def without_query_lengths(case: Case) -> Case:
+    return replace(case, q_lengths=None)
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 3, 256])
+@pytest.mark.parametrize("case", VARLEN_CASES)
+def test_flash_attn_with_kvcache_agrees_with_the_reference(case: Case, page_size: int | None) -> None:
+    candidate = from_callable(flash_attn_with_kvcache, "flash_attn_with_kvcache")
+    case = without_query_lengths(case)
+    result = candidate.run(case, replace(FLAGS, page_size=page_size, poison="nan"), frozenset({"o", "lse"}))
+    assert differs(case, result, ("o", "lse")) is None
+    assert result.mutated == ()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda table, lengths: (table.flip(1), lengths),
+        lambda table, lengths: (table, torch.full_like(lengths, int(lengths.max()))),
+    ],
+    ids=["pages from the end", "lengths of the longest"],
+)
+def test_a_wrong_flash_attn_with_kvcache_is_seen(wrong: Any) -> None:
+    def function(q: Any, k_cache: Any, v_cache: Any, *, cache_seqlens: Any, block_table: Any) -> Any:
+        block_table, cache_seqlens = wrong(block_table, cache_seqlens)
+        return flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table)
+
+    case = draw(hk=4, k_lengths=(3, 5))
+    candidate = from_callable(function, "flash_attn_with_kvcache")
+    assert "its signature has no softcap" in candidate.lacks.values()
+    result = candidate.run(case, replace(FLAGS, page_size=2), frozenset({"o"}))
+    assert differs(case, result, ("o",)) is not None
+
+
+def test_flash_attn_with_kvcache_offers_and_lacks() -> None:
+    candidate = from_callable(flash_attn_with_kvcache, "flash_attn_with_kvcache")
+    assert candidate.takes_pages and candidate.offers == {"o", "lse"}
+    assert candidate.lacks.keys() == {"mask", "bias", "causal-top-left", "dlse", "sinks", "dropout"}
+    with pytest.raises(Unsupported, match="flash_attn_with_kvcache has no query lengths"):
+        candidate.run(draw(hk=4, q_lengths=(3, 2)), FLAGS, frozenset({"o"}))
+    candidate.run(draw(hk=4, q_lengths=(3, 3)), FLAGS, frozenset({"o"}))
+    bare = from_callable(lambda q, k_cache, v_cache: q, "flash_attn_with_kvcache")
+    assert not bare.takes_pages and bare.offers == {"o"}
+    assert bare.lacks["lengths"] == "its signature has no cache_seqlens"
+    with pytest.raises(Unsupported, match="the flash_attn_with_kvcache convention has no pages"):
+        bare.run(draw(hk=4), Presentation(page_size=2), frozenset({"o"}))
+
+
 def test_flash_attn_offers_and_lacks() -> None:
     candidate = from_callable(flash_attn_func, "flash_attn")
     assert candidate.offers == {"o", "lse", "dq", "dk", "dv"}

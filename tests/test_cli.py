@@ -148,7 +148,8 @@ def test_an_unknown_convention_lists_those_that_exist(attncheck: Any, project: P
     (project / "plain.py").write_text("def f(q, k, v): ...\n")
     code, out, _ = attncheck("verify", "plain.py:f", "--like", "tensorflow", *FEW)
     assert code == 2
-    assert "--like is 'tensorflow'; known conventions are sdpa, flash_attn, flash_attn_varlen, numpy, case" in out
+    known = "sdpa, flash_attn, flash_attn_varlen, flash_attn_with_kvcache, numpy, case"
+    assert f"--like is 'tensorflow'; known conventions are {known}" in out
     code, out, _ = attncheck("verify", "plain.py:f", *FEW)
     assert code == 2
     assert "say with --like which convention it follows" in out

@@ -272,14 +272,15 @@ def test_a_module_that_does_not_exist() -> None:
 def test_a_plain_callable_needs_a_convention(kernel: str) -> None:
     assert sentence(f"{kernel}:attention") == (
         f"{kernel}:attention is a plain callable; say with --like which convention it follows: "
-        "sdpa, flash_attn, flash_attn_varlen, numpy, case"
+        "sdpa, flash_attn, flash_attn_varlen, flash_attn_with_kvcache, numpy, case"
     )
 
 
 def test_an_unknown_convention_lists_the_known(kernel: str) -> None:
     assert sentence("numpy-blocked", like="spda").startswith("--like is 'spda'")  # though it has no use for one
     text = sentence(f"{kernel}:attention", like="spda")
-    assert text == "--like is 'spda'; known conventions are sdpa, flash_attn, flash_attn_varlen, numpy, case"
+    known = "sdpa, flash_attn, flash_attn_varlen, flash_attn_with_kvcache, numpy, case"
+    assert text == f"--like is 'spda'; known conventions are {known}"
 
 
 def test_a_signature_that_does_not_fit_names_kernel_parameter_and_accepted(kernel: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..candidate import Candidate
-from . import case_function, flash_attn, numpy_arrays, sdpa
+from . import case_function, flash_attn, kv_cache, numpy_arrays, sdpa
 from .declared import Declared, LoadError
 
 __all__ = ["CONVENTIONS", "Declared", "LoadError", "known_convention", "wrap"]
@@ -19,6 +19,7 @@ CONVENTIONS: dict[str, Callable[[Callable[..., Any], Declared], Candidate]] = {
     "sdpa": sdpa.wrap,
     "flash_attn": flash_attn.wrap,
     "flash_attn_varlen": flash_attn.wrap_varlen,
+    kv_cache.LIKE: kv_cache.wrap,
     "numpy": numpy_arrays.wrap,
     "case": case_function.wrap,
 }
