@@ -117,6 +117,23 @@ def test_its_calls_follow_the_conventions_of_others(like: str) -> None:
         assert tally.judged
 
 
+def test_its_call_over_a_cache_follows_the_convention() -> None:
+    candidate = isolated(
+        "attncheck.kernels.triton_attention.functional:flash_attn_with_kvcache",
+        like="flash_attn_with_kvcache",
+        dtypes=DTYPES,
+        profiles={dtype: profile(dtype, "interpreter") for dtype in DTYPES},
+        promises=["layout-invariant", "padding-not-read"],
+        environment=INTERPRETER,
+    )
+    assert candidate.takes_pages
+    wanted = (("float32", "output", 40), ("float16", "lse", 40), ("bfloat16", "output", 40), ("float16", "layouts", 5))
+    for dtype, prop, least in wanted:
+        tally = campaign.check(candidate, prop, dtype, examples=60, seed=2)
+        assert tally.failure is None, tally.failure.verdict.sentence  # type: ignore[union-attr]
+        assert tally.judged >= least
+
+
 # -- bit for bit ----------------------------------------------------------------------------
 
 

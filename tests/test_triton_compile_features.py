@@ -43,10 +43,11 @@ def test_masks_biases_caps_and_ragged_lengths(target: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("target", SHARED_MEMORY)
-def test_keys_that_are_split(target: str) -> None:
-    found = compile_for("decode", target, "bfloat16", 128, **CAUSAL)
-    sound(found)
-    right_products(found, "bfloat16")
+def test_keys_that_are_split_and_in_pages(target: str) -> None:
+    for paged in (False, True):
+        found = compile_for("decode", target, "bfloat16", 128, PAGED=paged, RAGGED_K=1, **CAUSAL)
+        sound(found)
+        right_products(found, "bfloat16")
     found = compile_for("merge", target, "bfloat16", 128)
     assert found.spills == 0
     assert found.shared <= SHARED_MEMORY[target]

@@ -29,6 +29,7 @@ _POINTERS = {
     "slopes": "*fp32",
     "q_ranges": "*i32",
     "k_ranges": "*i32",
+    "pages": "*i32",
     "mask": "*u8",
 }
 _TENSORS = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "bias", "dbias")
@@ -44,6 +45,7 @@ FEATURES: dict[str, Any] = {
     "HAS_LEFT": False,
     "HAS_RIGHT": False,
     "TOP_LEFT": False,
+    "PAGED": False,
     "RAGGED_Q": FULL,
     "RAGGED_K": FULL,
     "SUM_ROWS": False,

@@ -17,12 +17,12 @@ from .scores import LN2, LOG2E, extent, keys_of_rows, load_tile, rounded
 
 @triton.jit
 def decode(
-    q, k, v, parts, sums, tops, mask, bias, slopes, q_ranges, k_ranges,
+    q, k, v, parts, sums, tops, mask, bias, slopes, q_ranges, k_ranges, pages,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
-    mask_b, mask_h, mask_i, mask_j, bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h,
-    heads, group, q_size, k_size, d_size, dv_size, tiles, splits, row_limit, factor, cap, left, right,
+    mask_b, mask_h, mask_i, mask_j, bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, pages_b,
+    heads, group, q_size, k_size, page_size, d_size, dv_size, tiles, splits, row_limit, factor, cap, left, right,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, PAGED: tl.constexpr,
     RAGGED_Q: tl.constexpr, RAGGED_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KEYS: tl.constexpr, PRECISION: tl.constexpr, BFLOAT16_BY_HAND: tl.constexpr,
@@ -57,17 +57,21 @@ def decode(
     rows = member // group
     h = (kv * group + member % group).to(tl.int64)[:, None]
     q += b * q_b + q_start.to(tl.int64) * q_s + h * q_h
-    k += b * k_b + kv.to(tl.int64) * k_h + k_start.to(tl.int64) * k_s
-    v += b * v_b + kv.to(tl.int64) * v_h + k_start.to(tl.int64) * v_s
+    k += kv.to(tl.int64) * k_h + k_start.to(tl.int64) * k_s
+    v += kv.to(tl.int64) * v_h + k_start.to(tl.int64) * v_s
+    if not PAGED:
+        k += b * k_b
+        v += b * v_b
     slope = 0.0
     if HAS_SLOPES:
         slope = tl.load(slopes + b * slopes_b + h * slopes_h) * LOG2E
     queries = load_tile(q, rows, tl.arange(0, D), q_s, q_d, q_count, d_size, True, not EVEN_D, BFLOAT16_BY_HAND)
     acc, total, top = attend(
         queries, k, v, rows, start, full, ragged, stop, offset, q_count, k_count,
-        k_s, k_d, v_s, v_d, d_size, dv_size, factor, cap, slope, left, right,
+        k_b, k_s, k_d, v_b, v_s, v_d, d_size, dv_size, factor, cap, slope, left, right,
         mask + b * mask_b + h * mask_h, mask_i, mask_j, bias + b * bias_b + h * bias_h, bias_i, bias_j,
-        HAS_MASK, HAS_BIAS, HAS_SLOPES, HAS_CAP, HAS_LEFT, HAS_RIGHT, EVEN_K, EVEN_D, EVEN_DV,
+        pages + b * pages_b, page_size,
+        HAS_MASK, HAS_BIAS, HAS_SLOPES, HAS_CAP, HAS_LEFT, HAS_RIGHT, PAGED, EVEN_K, EVEN_D, EVEN_DV,
         M, N, D, DV, PRECISION, BFLOAT16_BY_HAND,
     )  # fmt: skip
 

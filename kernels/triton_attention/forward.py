@@ -12,15 +12,18 @@ from .scores import LN2, LOG2E, extent, hide, keys_of_rows, load_tile, pointers,
 @triton.jit
 def attend(
     queries, k, v, rows, start, full, ragged, stop, offset, q_count, k_count,
-    k_s, k_d, v_s, v_d, d_size, dv_size, factor, cap, slope, left, right, mask, mask_i, mask_j, bias, bias_i, bias_j,
+    k_b, k_s, k_d, v_b, v_s, v_d, d_size, dv_size, factor, cap, slope, left, right,
+    mask, mask_i, mask_j, bias, bias_i, bias_j, pages, page_size,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PAGED: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr, BFLOAT16_BY_HAND: tl.constexpr,
 ):  # fmt: skip
     """(P V, row sum, maximum in base 2) of M query rows over the keys from start to stop, not yet normalised.
 
-    Keys in [full, ragged) are seen by all rows. mask, bias and slope may differ from row to row ([M, 1]).
+    Keys in [full, ragged) are seen by all rows. mask, bias and slope may differ from row to row ([M, 1]). PAGED: key
+    j lies in page ``pages[j // page_size]``, and k_b and v_b lead from page to page.
     """
     d = tl.arange(0, D)
     e = tl.arange(0, DV)
@@ -29,7 +32,12 @@ def attend(
     acc = tl.zeros([M, DV], tl.float32)
     for at in range(start, stop, N):
         keys = at + tl.arange(0, N)
-        kt = load_tile(k, keys, d, k_s, k_d, k_count, d_size, not EVEN_K, not EVEN_D, BFLOAT16_BY_HAND)
+        k_at, v_at, k_rows, end = k, v, keys, k_count
+        if PAGED:
+            page = tl.load(pages + keys // page_size, mask=keys < k_count, other=0).to(tl.int64)[:, None]
+            k_at, v_at, k_rows = k + page * k_b, v + page * v_b, keys % page_size
+            end = (k_count - keys + k_rows)[:, None]
+        kt = load_tile(k_at, k_rows, d, k_s, k_d, end, d_size, not EVEN_K, not EVEN_D, BFLOAT16_BY_HAND)
         s, t = tile_scores(
             tl.dot(queries, tl.trans(kt), input_precision=PRECISION), rows[:, None], keys[None, :],
             offset, q_count, k_count, factor, cap, slope, mask, mask_i, mask_j, bias, bias_i, bias_j,
@@ -43,7 +51,7 @@ def attend(
         p = tl.exp2(s - origin[:, None])
         rescale = tl.exp2(top - origin)
         total = total * rescale + tl.sum(p, 1)
-        vt = load_tile(v, keys, e, v_s, v_d, k_count, dv_size, not EVEN_K, not EVEN_DV, BFLOAT16_BY_HAND)
+        vt = load_tile(v_at, k_rows, e, v_s, v_d, end, dv_size, not EVEN_K, not EVEN_DV, BFLOAT16_BY_HAND)
         p = rounded(p, v.dtype.element_ty, BFLOAT16_BY_HAND)
         acc = tl.dot(p, vt, acc * rescale[:, None], input_precision=PRECISION)
         top = higher
@@ -52,12 +60,12 @@ def attend(
 
 @triton.jit
 def forward(
-    q, k, v, o, lse, mask, bias, slopes, q_ranges, k_ranges,
+    q, k, v, o, lse, mask, bias, slopes, q_ranges, k_ranges, pages,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, o_b, o_h, o_s, o_d, lse_b, lse_h,
-    mask_b, mask_h, mask_i, mask_j, bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h,
-    heads, group, q_size, k_size, d_size, dv_size, tiles, factor, cap, left, right,
+    mask_b, mask_h, mask_i, mask_j, bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, pages_b,
+    heads, group, q_size, k_size, page_size, d_size, dv_size, tiles, factor, cap, left, right,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOPES: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, TOP_LEFT: tl.constexpr, PAGED: tl.constexpr,
     RAGGED_Q: tl.constexpr, RAGGED_K: tl.constexpr, EVEN_K: tl.constexpr, EVEN_D: tl.constexpr, EVEN_DV: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     SHORT: tl.constexpr, PRECISION: tl.constexpr, BFLOAT16_BY_HAND: tl.constexpr,
@@ -82,8 +90,11 @@ def forward(
     q += b * q_b + h * q_h + q_start.to(tl.int64) * q_s
     o += b * o_b + h * o_h + q_start.to(tl.int64) * o_s
     lse += b * lse_b + h * lse_h + q_start.to(tl.int64)
-    k += b * k_b + kv * k_h + k_start.to(tl.int64) * k_s
-    v += b * v_b + kv * v_h + k_start.to(tl.int64) * v_s
+    k += kv * k_h + k_start.to(tl.int64) * k_s
+    v += kv * v_h + k_start.to(tl.int64) * v_s
+    if not PAGED:
+        k += b * k_b
+        v += b * v_b
     mask += b * mask_b + h * mask_h
     bias += b * bias_b + h * bias_h
     slope = 0.0
@@ -101,9 +112,9 @@ def forward(
     start, full, ragged, stop = keys_of_rows(first, last, offset, k_count, left, right, N, HAS_LEFT, HAS_RIGHT)
     acc, total, top = attend(
         queries, k, v, rows, start, full, ragged, stop, offset, q_count, k_count,
-        k_s, k_d, v_s, v_d, d_size, dv_size, factor, cap, slope, left, right,
-        mask, mask_i, mask_j, bias, bias_i, bias_j,
-        HAS_MASK, HAS_BIAS, HAS_SLOPES, HAS_CAP, HAS_LEFT, HAS_RIGHT, EVEN_K, EVEN_D, EVEN_DV,
+        k_b, k_s, k_d, v_b, v_s, v_d, d_size, dv_size, factor, cap, slope, left, right,
+        mask, mask_i, mask_j, bias, bias_i, bias_j, pages + b * pages_b, page_size,
+        HAS_MASK, HAS_BIAS, HAS_SLOPES, HAS_CAP, HAS_LEFT, HAS_RIGHT, PAGED, EVEN_K, EVEN_D, EVEN_DV,
         M, N, D, DV, PRECISION, BFLOAT16_BY_HAND,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Attention for users of torch: the general call, and the calls of flash_attn and SDPA.
 
-All are differentiable (once) in q, k, v, an additive bias, and through the log-sum-exp, and
-deterministic: the same inputs give the same bits. Rows that see no key give O = 0 and -inf, and no
+All but the one over a cache are differentiable (once) in q, k, v, an additive bias, and through the
+log-sum-exp; all are deterministic: the same inputs give the same bits. Rows that see no key give O = 0 and -inf, and no
 gradient. Tensors are read with the strides they have. Supported are float32, float16 and bfloat16,
 D and Dv up to 256, on CUDA and ROCm devices. ValueError, one sentence, for what is not.
 """
@@ -243,6 +243,48 @@ def flash_attn_varlen_func(
     )
     o = o[0].transpose(0, 1)
     return (o, lse[0], None) if return_attn_probs else o
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *,
+    cache_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """flash_attn's flash_attn_with_kvcache: q [B, Sq, Hq, D] over keys that are in the cache already; no gradients.
+
+    ``k_cache`` and ``v_cache`` are [B, S, Hk, D], or pools [pages, page size, Hk, D] of pages of any size with
+    ``block_table`` int32 [B, most pages of an entry]. ``cache_seqlens`` int32 [B] says how many keys count (None:
+    all). With ``return_softmax_lse`` it returns (O, log-sum-exp [B, Hq, Sq]).
+    """
+    with torch.no_grad():
+        o, lse = run_forward(
+            Problem(
+                q=q.transpose(1, 2),
+                k=k_cache.transpose(1, 2),
+                v=v_cache.transpose(1, 2),
+                batches=q.shape[0],
+                q_size=q.shape[1],
+                k_size=k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]),
+                scale=_scale(softmax_scale, q),
+                softcap=softcap or None,
+                causal="bottom-right" if causal else None,
+                window=_sides(window_size),
+                slopes=_slopes(alibi_slopes),
+                k_ranges=cache_seqlens,
+                pages=block_table,
+                order="bshd",
+            )
+        )
+    return (o.transpose(1, 2), lse) if return_softmax_lse else o.transpose(1, 2)
 
 
 def _scale(scale: float | None, q: torch.Tensor) -> float:

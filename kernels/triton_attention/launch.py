@@ -171,6 +171,7 @@ def _values(p: Problem, chosen: Tile, tensors: Mapping[str, torch.Tensor]) -> di
         "group": p.q.shape[1] // p.k.shape[1],
         "q_size": p.q_size,
         "k_size": p.k_size,
+        "page_size": p.k.shape[2],
         "d_size": d,
         "dv_size": dv,
         "factor": p.factor,
@@ -186,6 +187,7 @@ def _values(p: Problem, chosen: Tile, tensors: Mapping[str, torch.Tensor]) -> di
         "HAS_LEFT": left is not None,
         "HAS_RIGHT": right is not None,
         "TOP_LEFT": p.causal == "top-left",
+        "PAGED": p.pages is not None,
         "RAGGED_Q": ragged_q,
         "RAGGED_K": ragged_k,
         "EVEN_Q": ragged_q == FULL and p.q_size % chosen.m == 0,
@@ -202,6 +204,8 @@ def _values(p: Problem, chosen: Tile, tensors: Mapping[str, torch.Tensor]) -> di
         "slopes": p.q if p.slopes is None else p.slopes,
         "q_ranges": p.q if p.q_ranges is None else p.q_ranges,
         "k_ranges": p.q if p.k_ranges is None else p.k_ranges,
+        "pages": p.q if p.pages is None else p.pages,
+        "pages_b": 0 if p.pages is None else p.pages.stride(0),
     }
     values["slopes_b"], values["slopes_h"] = (0, 0) if p.slopes is None else _strides(p.slopes)
     for name, x in {"q": p.q, "k": p.k, "v": p.v, **tensors}.items():

@@ -32,7 +32,8 @@ class Problem:
     lengths over tensors [1, H, T, D] whose longest sequences are ``q_size`` and ``k_size``. ``mask``
     (bool, True = visible) and ``bias`` have four axes that broadcast to [B, Hq, Sq, Sk]; ``slopes``
     [B or 1, Hq]. ``window`` and ``causal`` are as in Case. ``order`` is the order of axes in which outputs
-    are laid out: "bhsd" or "bshd".
+    are laid out: "bhsd" or "bshd". Where there are ``pages``, int32 [B, most of an entry], k and v are pools
+    [pages, Hk, page size, D], and key j of entry b lies in page ``pages[b, j // page size]``; forward only.
     """
 
     q: torch.Tensor
@@ -50,6 +51,7 @@ class Problem:
     bias: torch.Tensor | None = None
     q_ranges: torch.Tensor | None = None
     k_ranges: torch.Tensor | None = None
+    pages: torch.Tensor | None = None
     packed: bool = False
     order: str = "bhsd"
     precision: str = "ieee"
@@ -89,7 +91,7 @@ def _check(p: Problem) -> None:
         f"(on a CPU it runs only in Triton's interpreter, with TRITON_INTERPRET=1 set before Python starts)",
     )
     (bq, hq, _, d), (bk, hk, sk, dk), vs = p.q.shape, p.k.shape, p.v.shape
-    _demand(p.packed or bq == bk, f"q has batch {bq} but k has {bk}; they must be equal")
+    _demand(p.packed or p.pages is not None or bq == bk, f"q has batch {bq} but k has {bk}; they must be equal")
     _demand(d == dk, f"q has head size {d} but k has {dk}; they must be equal")
     _demand(vs[:3] == (bk, hk, sk), f"v has shape {list(vs)} but k has {list(p.k.shape)}; all but the width must agree")
     for name, width in (("D", d), ("Dv", vs[3])):
@@ -141,7 +143,14 @@ def _check(p: Problem) -> None:
                 x.dtype == torch.int32 and x.shape == wanted,
                 f"{name} is {x.dtype} of shape {list(x.shape)}; it must be int32 of shape {list(wanted)}",
             )
-    for name in ("mask", "bias", "slopes", "q_ranges", "k_ranges"):
+    if p.pages is not None:
+        _demand(
+            p.pages.dtype == torch.int32 and p.pages.ndim == 2 and len(p.pages) == p.batches and not p.packed,
+            f"pages are {p.pages.dtype} of shape {list(p.pages.shape)}; they must be int32 of shape [B, most]",
+        )
+        _demand(sk >= 1, "a page holds 0 keys; it must hold at least 1")
+        _demand(p.pages.stride(1) == 1 or p.pages.shape[1] <= 1, "the rows of pages must be contiguous")
+    for name in ("mask", "bias", "slopes", "q_ranges", "k_ranges", "pages"):
         x = getattr(p, name)
         _demand(x is None or x.device == p.q.device, f"{name} is not on {p.q.device}, where q is")
 
