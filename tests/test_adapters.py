@@ -537,15 +537,11 @@ def flash_attn_with_kvcache(
     return (o, lse) if return_softmax_lse else o
 
 
-def without_query_lengths(case: Case) -> Case:
-    return replace(case, q_lengths=None)
-
-
 @pytest.mark.parametrize("page_size", [None, 1, 3, 256])
 @pytest.mark.parametrize("case", VARLEN_CASES)
 def test_flash_attn_with_kvcache_agrees_with_the_reference(case: Case, page_size: int | None) -> None:
     candidate = from_callable(flash_attn_with_kvcache, "flash_attn_with_kvcache")
-    case = without_query_lengths(case)
+    case = replace(case, q_lengths=None)
     result = candidate.run(case, replace(FLAGS, page_size=page_size, poison="nan"), frozenset({"o", "lse"}))
     assert differs(case, result, ("o", "lse")) is None
     assert result.mutated == ()
@@ -580,6 +576,8 @@ def test_flash_attn_with_kvcache_offers_and_lacks() -> None:
     candidate.run(draw(hk=4, q_lengths=(3, 3)), FLAGS, frozenset({"o"}))
     bare = from_callable(lambda q, k_cache, v_cache: q, "flash_attn_with_kvcache")
     assert not bare.takes_pages and bare.offers == {"o"}
+    # without lengths it would read the last page to its end
+    assert not from_callable(lambda q, k, v, *, block_table: q, "flash_attn_with_kvcache").takes_pages
     assert bare.lacks["lengths"] == "its signature has no cache_seqlens"
     with pytest.raises(Unsupported, match="the flash_attn_with_kvcache convention has no pages"):
         bare.run(draw(hk=4), Presentation(page_size=2), frozenset({"o"}))

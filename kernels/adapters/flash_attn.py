@@ -16,7 +16,7 @@ from ...oracle.result import GRADIENTS, Result
 from ..candidate import Candidate
 from ..presenting import present, unpacked
 from .declared import Declared, Signature, read_signature, without_pages
-from .tensors import evaluate, place, tensor_result, to_array, to_tensor
+from .tensors import evaluate, output_and_lse, place, to_array, to_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,11 @@ def _wrap(function: Callable[..., Any], declared: Declared, like: str, *, packed
         without_pages(presentation, like)
         return _run(function, signature, declared, case, replace(presentation, packed=packed), want)
 
-    offers = {"o"} | ({"lse"} if signature.has("return_attn_probs") else set())
+    offers, lacks = {"o"}, (PACKED_NEVER if packed else NEVER) | ruled_out(signature)
+    if signature.has("return_attn_probs"):
+        offers.add("lse")
+    else:
+        lacks["dlse"] = "its signature has no return_attn_probs"
     if not declared.forward_only:
         offers |= set(GRADIENTS) - {"dbias", "dsink"}
     return Candidate(
@@ -89,7 +93,7 @@ def _wrap(function: Callable[..., Any], declared: Declared, like: str, *, packed
         run=run,
         dtypes=declared.dtypes,
         offers=frozenset(offers),
-        lacks=declared.missing(like, (PACKED_NEVER if packed else NEVER) | ruled_out(signature), UNLESS),
+        lacks=declared.missing(like, lacks, UNLESS),
         conventions=declared.conventions,
         profiles=declared.profiles,
         known=declared.known,
@@ -110,13 +114,24 @@ def ruled_out(signature: Signature) -> dict[str, str]:
         "softcap": ("softcap",),
         "alibi_slopes": ("alibi",),
     }
-    lacks = {
+    return {
         feature: f"its signature has no {keyword}"
         for keyword, features in needs.items()
         if not signature.has(keyword)
         for feature in features
     }
-    return lacks if signature.has("return_attn_probs") else lacks | {"dlse": "its signature has no return_attn_probs"}
+
+
+def flags(case: Case, slopes: torch.Tensor | None) -> dict[str, Any]:
+    """The case's scale, causality, window, softcap and slopes as this convention and its relatives pass them."""
+    values: dict[str, Any] = {"softmax_scale": case.scale, "alibi_slopes": slopes}
+    if case.causal is not None:
+        values["causal"] = True
+    if case.window is not None:
+        values["window_size"] = tuple(-1 if side is None else side for side in case.window)
+    if case.softcap is not None:
+        values["softcap"] = case.softcap
+    return values
 
 
 def _run(
@@ -148,31 +163,20 @@ def _run(
         do, dlse = (None if x is None else x[0] for x in (do, dlse))
     asks_lse = "lse" in want or dlse is not None
 
-    left, right = case.window if case.window is not None else (None, None)
-    values = dict(DEFAULTS, softmax_scale=case.scale, alibi_slopes=slopes)
-    if case.causal is not None:
-        values["causal"] = True
-    if case.window is not None:
-        values["window_size"] = (-1 if left is None else left, -1 if right is None else right)
-    if case.softcap is not None:
-        values["softcap"] = case.softcap
+    values = DEFAULTS | flags(case, slopes)
     if asks_lse:
         values["return_attn_probs"] = True
     keywords = signature.pick(values, DEFAULTS)
 
     def call() -> tuple[torch.Tensor, torch.Tensor | None]:
-        returned = function(*arguments, **keywords)
-        if not isinstance(returned, (tuple, list)):
-            return tensor_result(returned, "output"), None
-        lse = tensor_result(returned[1], "log-sum-exp") if asks_lse and len(returned) > 1 else None
-        return tensor_result(returned[0], "output"), lse
+        return output_and_lse(function(*arguments, **keywords), asked=asks_lse)
 
     # with what surrounds them: a kernel that writes beside its slice changes its input too
     inputs = {"q": q_whole, "k": k_whole, "v": v_whole, "alibi_slopes": slopes, "do": do_whole, "dlse": dlse}
     output, lse, gradients, mutated = evaluate(
         call,
         case,
-        {name: tensor for name, tensor in inputs.items() if tensor is not None},
+        inputs,
         leaves,
         do,
         dlse,
@@ -190,7 +194,7 @@ def _run(
             assert at is not None
             arrays[name] = _padded(to_array(tensor), at, size, heads_first=name == "lse")
         else:
-            arrays[name] = to_array(tensor) if name == "lse" else _swap(to_array(tensor))
+            arrays[name] = to_array(tensor) if name == "lse" else swap(to_array(tensor))
     return Result(**arrays, mutated=mutated)
 
 
@@ -202,6 +206,6 @@ def _padded(array: np.ndarray, at: np.ndarray, size: int, *, heads_first: bool) 
     return unpacked(array[None], at, size) if array.shape[1] >= at[-1] else array
 
 
-def _swap(array: np.ndarray) -> np.ndarray:
+def swap(array: np.ndarray) -> np.ndarray:
     """[B, H, S, D] <-> [B, S, H, D], contiguous; an array of other rank is left alone."""
     return np.ascontiguousarray(array.swapaxes(1, 2)) if array.ndim == 4 else array

@@ -17,7 +17,7 @@ from ..candidate import Candidate, Unsupported
 from ..presenting import present
 from . import flash_attn
 from .declared import Declared, Signature, read_signature, without_pages
-from .tensors import evaluate, place, tensor_result, to_array, to_tensor
+from .tensors import evaluate, output_and_lse, place, to_array, to_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +36,9 @@ DEFAULTS: dict[str, Any] = {
 }
 
 #: what the convention has no argument for
-NEVER = {
-    feature: reason.replace("flash_attn_func", LIKE)
-    for feature, reason in flash_attn.NEVER.items()
-    if feature != "lengths"
-} | {"dlse": f"{LIKE} is forward only"}
+NEVER = {feature: reason.replace("flash_attn_func", LIKE) for feature, reason in flash_attn.PACKED_NEVER.items()} | {
+    "dlse": f"{LIKE} is forward only"
+}
 
 REFUSALS = (*flash_attn.REFUSALS, "Paged KV cache block size must be divisible by")
 
@@ -49,15 +47,17 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
     """A Candidate around ``function(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale, causal,
     window_size, softcap, alibi_slopes, return_softmax_lse)``.
 
-    The log-sum-exp is offered where the signature has return_softmax_lse, pages where it has block_table.
+    The log-sum-exp is offered where the signature has return_softmax_lse, pages where it has block_table and
+    cache_seqlens (the last page holds more than the keys that count).
     """
     signature = read_signature(function, declared.name, LIKE, ARRAYS, DEFAULTS)
-    lacks = {feature: why for feature, why in flash_attn.ruled_out(signature).items() if feature != "dlse"}
+    lacks = NEVER | flash_attn.ruled_out(signature)
+    takes_pages = signature.has("block_table") and signature.has("cache_seqlens")
     if not signature.has("cache_seqlens"):
         lacks["lengths"] = "its signature has no cache_seqlens"
 
     def run(case: Case, presentation: Presentation, want: frozenset[str]) -> Result:
-        if not signature.has("block_table"):
+        if not takes_pages:
             without_pages(presentation, LIKE)
         if case.q_lengths is not None and set(case.q_lengths) != {case.q.shape[2]}:
             raise Unsupported(f"{LIKE} has no query lengths")
@@ -68,12 +68,12 @@ def wrap(function: Callable[..., Any], declared: Declared) -> Candidate:
         run=run,
         dtypes=declared.dtypes,
         offers=frozenset({"o", "lse"} if signature.has("return_softmax_lse") else {"o"}),
-        lacks=declared.missing(LIKE, NEVER | lacks, {}),
+        lacks=declared.missing(LIKE, lacks, {}),
         conventions=declared.conventions,
         profiles=declared.profiles,
         known=declared.known,
         takes_layouts=frozenset(LAYOUTS),
-        takes_pages=signature.has("block_table"),
+        takes_pages=takes_pages,
         promises=declared.promises,
         convention=LIKE,
         device=declared.device,
@@ -93,34 +93,23 @@ def _run(
     given = present(case, presentation, axes=(0, 2, 1, 3))
     (q, q_whole), (k, k_whole), (v, v_whole) = (place(array, device) for array in (given.q, given.k, given.v))
     slopes = None if case.alibi_slopes is None else to_tensor(case.alibi_slopes, device)
-    left, right = case.window if case.window is not None else (None, None)
-    values = dict(DEFAULTS, softmax_scale=case.scale, alibi_slopes=slopes)
+    values = DEFAULTS | flash_attn.flags(case, slopes)
     # a cache is longer than what counts of it more often than not: the lengths are always said
     values["cache_seqlens"] = to_tensor(np.array(case.k_length, dtype=np.int32), device)
     if given.table is not None:
         values["block_table"] = to_tensor(given.table, device)
-    if case.causal is not None:
-        values["causal"] = True
-    if case.window is not None:
-        values["window_size"] = (-1 if left is None else left, -1 if right is None else right)
-    if case.softcap is not None:
-        values["softcap"] = case.softcap
     if "lse" in want:
         values["return_softmax_lse"] = True
     keywords = signature.pick(values, DEFAULTS)
 
     def call() -> tuple[torch.Tensor, torch.Tensor | None]:
-        returned = function(q, k, v, **keywords)
-        if not isinstance(returned, (tuple, list)):
-            return tensor_result(returned, "output"), None
-        lse = tensor_result(returned[1], "log-sum-exp") if "lse" in want and len(returned) > 1 else None
-        return tensor_result(returned[0], "output"), lse
+        return output_and_lse(function(q, k, v, **keywords), asked="lse" in want)
 
     inputs = {"q": q_whole, "k": k_whole, "v": v_whole, "alibi_slopes": slopes}
     output, lse, _, mutated = evaluate(
         call,
         case,
-        {name: tensor for name, tensor in inputs.items() if tensor is not None},
+        inputs,
         {},
         None,
         None,
@@ -128,6 +117,4 @@ def _run(
         refusals=(*REFUSALS, *declared.refusals),
         poisons=presentation.poison is not None,
     )
-    o = to_array(output)
-    o = np.ascontiguousarray(o.swapaxes(1, 2)) if o.ndim == 4 else o  # another rank is left for the judge
-    return Result(o=o, lse=None if lse is None else to_array(lse), mutated=mutated)
+    return Result(o=flash_attn.swap(to_array(output)), lse=None if lse is None else to_array(lse), mutated=mutated)

@@ -174,7 +174,7 @@ def _run(
     output, _, gradients, mutated = evaluate(
         call,
         case,
-        {name: tensor for name, tensor in inputs.items() if tensor is not None},
+        inputs,
         leaves,
         do,
         None,

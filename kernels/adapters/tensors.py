@@ -96,10 +96,18 @@ def tensor_result(value: Any, what: str) -> torch.Tensor:
     return value
 
 
+def output_and_lse(returned: Any, *, asked: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a kernel of flash_attn's kind returned: the output, and the log-sum-exp behind it where it was ``asked``."""
+    if not isinstance(returned, (tuple, list)):
+        return tensor_result(returned, "output"), None
+    lse = tensor_result(returned[1], "log-sum-exp") if asked and len(returned) > 1 else None
+    return tensor_result(returned[0], "output"), lse
+
+
 def evaluate(
     call: Callable[[], tuple[torch.Tensor, torch.Tensor | None]],
     case: Case,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, torch.Tensor | None],
     leaves: Mapping[str, torch.Tensor],
     do: torch.Tensor | None,
     dlse: torch.Tensor | None,
@@ -110,14 +118,14 @@ def evaluate(
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor | None], tuple[str, ...]]:
     """Run ``call`` -> (output, lse or None) and differentiate it with respect to ``leaves``.
 
-    ``inputs`` are compared bit for bit with copies taken before. ``do`` has the output's axes.
+    ``inputs``, those that there are, are compared bit for bit with copies taken before. ``do`` has the output's axes.
     ``poisons``: the memory of outputs and gradients holds NaN until it is written. Returns output,
     lse, gradient per leaf (None where autograd has none) and the names of changed inputs. Raises
     Unsupported where an exception holds one of ``refusals``.
     """
     import torch
 
-    saved = {name: tensor.detach().clone() for name, tensor in inputs.items()}
+    saved = {name: (tensor, tensor.detach().clone()) for name, tensor in inputs.items() if tensor is not None}
     gradients: dict[str, torch.Tensor | None] = {}
     try:
         with nan_in_fresh_memory(poisons):
@@ -132,7 +140,7 @@ def evaluate(
         if any(text in str(error) for text in refusals):
             raise Unsupported(f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         raise
-    mutated = tuple(name for name, tensor in inputs.items() if not same_bits(tensor, saved[name]))
+    mutated = tuple(name for name, (tensor, before) in saved.items() if not same_bits(tensor, before))
     return output, lse, gradients, mutated
 
 

@@ -48,7 +48,7 @@ def run_forward(p: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     """O as a view [B, Hq, Sq, Dv] (packed: [1, Hq, T, Dv]) and the log-sum-exp [B, Hq, Sq] ([1, Hq, T])."""
     split = split_of(target_of(p.q.device))
     known = p.ragged[0] == FULL  # else entries of few rows are told from the others on the device
-    o = _new(p, p.q, p.v.shape[3], zero=p.packed or not known)
+    o = _new(p, p.q, p.v.shape[3], zero=not known)
     lse = torch.full(p.q.shape[:3], -torch.inf, dtype=torch.float32, device=p.q.device)
     if p.q_size > split.rows:
         chosen = _tile(p, "forward")

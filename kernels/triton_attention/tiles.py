@@ -74,10 +74,15 @@ INTERPRETED: dict[str, Tile] = {
 #: splits at a time, per row
 MERGE = Tile(1, 16)
 
+#: storage -> tiles of decode for head sizes up to 64, 128 and 256; its few rows fit every target
+DECODE: dict[str, tuple[Tile, Tile, Tile]] = {
+    "half": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
+    "float32": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
+}
+
 #: (target, storage) -> kernel -> tiles for head sizes up to 64, 128 and 256
 TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
     ("sm_80", "half"): {
-        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
         "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 64, 8, 2)),
@@ -87,7 +92,6 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1, 64)),
     },
     ("sm_80", "float32"): {
-        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(32, 32, 8, 1), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
         "backward_q": (Tile(32, 16, 8, 1), Tile(32, 16, 8, 2, 32), Tile(16, 16, 8, 2, 32)),
         "backward_kv": (Tile(16, 16, 4, 1), Tile(16, 32, 8, 1), Tile(16, 16, 8, 1)),
@@ -95,7 +99,6 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(32, 32, 8, 1), Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32)),
     },
     ("sm_89", "half"): {
-        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
@@ -105,14 +108,12 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1, 64)),
     },
     ("sm_89", "float32"): {
-        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
         "backward_q": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2, 32)),
         "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
         "backward_bias": (Tile(32, 32, 8, 1), Tile(32, 32, 8, 2, 32), Tile(32, 32, 8, 1, 64)),
     },
     ("sm_90", "half"): {
-        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)),
         "forward featured": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)),
         "backward_q": (Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
@@ -122,14 +123,12 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(64, 32, 8, 1, 64)),
     },
     ("sm_90", "float32"): {
-        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
         "backward_q": (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2), Tile(32, 16, 8, 1, 32)),
         "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
         "backward_bias": (Tile(64, 32, 8, 2), Tile(32, 32, 8, 1, 64), Tile(16, 16, 8, 2, 32)),
     },
     ("sm_100", "half"): {
-        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 8, 1)),
         "forward featured": (Tile(64, 64, 8, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
         "backward_q": (Tile(128, 64, 8, 1), Tile(128, 128, 8, 1), Tile(64, 64, 8, 1)),
@@ -139,14 +138,12 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(16, 32, 4, 1)),
     },
     ("sm_100", "float32"): {
-        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
         "backward_q": (Tile(32, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 2, 32)),
         "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
         "backward_bias": (Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32)),
     },
     ("sm_120", "half"): {
-        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 32, 8, 2)),
         "forward featured": (Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2)),
         "backward_q": (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2), Tile(64, 32, 8, 1)),
@@ -156,14 +153,12 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(64, 32, 8, 2), Tile(16, 32, 4, 1), Tile(16, 32, 8, 1, 64)),
     },
     ("sm_120", "float32"): {
-        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2)),
         "backward_q": (Tile(32, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 2, 32)),
         "backward_kv": (Tile(16, 32, 8, 2), Tile(16, 16, 8, 2), Tile(16, 16, 8, 1)),
         "backward_bias": (Tile(32, 32, 8, 1), Tile(16, 32, 8, 2, 32), Tile(16, 32, 8, 2, 32)),
     },
     ("gfx942", "half"): {
-        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 1)),
         "forward featured": (Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 64, 4, 1)),
         "backward_q": (Tile(128, 64, 8, 2), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
@@ -173,14 +168,12 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
     },
     ("gfx942", "float32"): {
-        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
         "backward_q": (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
         "backward_kv": (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
         "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
     },
     ("gfx950", "half"): {
-        "decode": (Tile(16, 64, 4, 2), Tile(16, 64, 4, 2), Tile(16, 32, 4, 2)),
         "forward": (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 1)),
         "forward featured": (Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 32, 4, 1)),
         "backward_q": (Tile(128, 64, 8, 1), Tile(64, 64, 4, 1), Tile(64, 32, 4, 1)),
@@ -190,7 +183,6 @@ TABLE: dict[tuple[str, str], dict[str, tuple[Tile, Tile, Tile]]] = {
         "backward_bias": (Tile(32, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
     },
     ("gfx950", "float32"): {
-        "decode": (Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(16, 16, 4, 2)),
         "forward": (Tile(64, 64, 4, 1), Tile(64, 32, 4, 1), Tile(32, 32, 4, 1)),
         "backward_q": (Tile(64, 32, 4, 1), Tile(32, 32, 4, 1), Tile(32, 16, 4, 1)),
         "backward_kv": (Tile(32, 16, 4, 1), Tile(16, 32, 4, 1), Tile(16, 32, 4, 1)),
@@ -233,7 +225,8 @@ def tile(kernel: str, target: str, dtype: str, d: int, dv: int, *, featured: boo
     if kernel == "merge":
         return MERGE
     width = max(padded(d), padded(dv))
-    rows = TABLE[target, "float32" if dtype == "float32" else "half"]
+    storage = "float32" if dtype == "float32" else "half"
+    rows = TABLE[target, storage] | {"decode": DECODE[storage]}
     row = rows.get(f"{kernel} featured", rows[kernel]) if featured else rows[kernel]
     return row[0 if width <= 64 else 1 if width <= 128 else 2]
 
