@@ -209,6 +209,12 @@ def test_what_it_does_not_take_is_one_sentence() -> None:
         "f.attention(q, q, q, k_lengths=torch.tensor([3]))": "k_ranges is torch.int64 of shape [1]; it must be int32",
         "f.flash_attn_func(q, q, q, dropout_p=0.1)": "dropout_p is 0.1; this kernel has no dropout",
         "f.scaled_dot_product_attention(q, q[:, :1], q[:, :1])": "that needs enable_gqa=True",
+        "f.flash_attn_with_kvcache(q, q, q, block_table=torch.zeros(1, 2))": (
+            "pages are torch.float32 of shape [1, 2]; they must be int32 of shape [B, most]"
+        ),
+        "f.flash_attn_with_kvcache(q, q[:, :0], q[:, :0], block_table=torch.zeros(1, 2, dtype=torch.int32))": (
+            "a page holds 0 keys; it must hold at least 1"
+        ),
     }
     lines = "\n".join(f"said(lambda: {call})" for call in calls)
     found = in_child(REFUSAL + lines).splitlines()

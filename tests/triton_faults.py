@@ -18,6 +18,7 @@ from typing import Any
 
 import attncheck.kernels
 from attncheck.kernels.candidate import Candidate
+from attncheck.kernels.loading import from_callable
 
 SOURCE = Path(attncheck.kernels.__file__).resolve().parent / "triton_attention"
 
@@ -33,6 +34,7 @@ class Fault:
     property: str
     dtype: str = "float32"
     examples: int = 150
+    call: str = ""  # of functional, judged by the convention of this name; "": the built-in candidate
 
 
 _OFFSET = ("offset = k_count - q_count", "offset = (k_count - q_count) * 0")
@@ -87,6 +89,11 @@ FAULTS: dict[str, Fault] = {fault.name: fault for fault in (
     Fault("heads-in-turn", "split keys: query rows of a group are read head by head, but counted row by row",
           (("decode.py", "h = (kv * group + member % group)",
             "h = (kv * group + tl.minimum(member // q_count, group - 1))"),), "output", examples=300),
+    Fault("longest-decides", "split keys: whether an entry is decoded hangs on the longest of the batch",
+          (("launch.py", "known = p.ragged[0] == FULL", "known = True"),), "packed", examples=300),
+    Fault("pages-in-order", "pages are taken in the order in which they lie, not in the table's",
+          (("forward.py", "page = tl.load(pages + keys // page_size, mask=keys < k_count, other=0)",
+            "page = (keys // page_size)"),), "output", call="flash_attn_with_kvcache"),
 )}
 # fmt: on
 
@@ -124,10 +131,13 @@ def plant(fault: Fault | None, folder: Path) -> ModuleType:
     return module
 
 
-def candidate_of(module: ModuleType) -> Candidate:
-    """The candidate of a copy, in this process's interpreter."""
+def candidate_of(module: ModuleType, call: str = "") -> Candidate:
+    """The candidate of a copy, or of one of its calls, in this process's interpreter."""
     made: Candidate = importlib.import_module(f"{module.__name__}.candidate").INTERPRETED
-    return made
+    if not call:
+        return made
+    function = getattr(importlib.import_module(f"{module.__name__}.functional"), call)
+    return from_callable(function, call, dtypes=made.dtypes, profiles=made.profiles)
 
 
 def search(candidate: Candidate, name: str, dtype: str, examples: int) -> dict[str, Any]:
@@ -148,13 +158,16 @@ def search(candidate: Candidate, name: str, dtype: str, examples: int) -> dict[s
 def main(folder: Path) -> None:
     found = {}
     for name, fault in FAULTS.items():
-        found[name] = search(candidate_of(plant(fault, folder)), fault.property, fault.dtype, fault.examples)
-    right = candidate_of(plant(None, folder))
-    seen: dict[tuple[str, str], int] = {}
+        candidate = candidate_of(plant(fault, folder), fault.call)
+        found[name] = search(candidate, fault.property, fault.dtype, fault.examples)
+    right = plant(None, folder)
+    seen: dict[tuple[str, str, str], int] = {}
     for name, fault in FAULTS.items():
-        key = (fault.property, fault.dtype)
+        key = (fault.call, fault.property, fault.dtype)
         seen[key] = max(seen.get(key, 0), found[name]["cases"])
-    found["unchanged"] = {"/".join(key): search(right, *key, cases) for key, cases in seen.items()}
+    found["unchanged"] = {
+        "/".join(key): search(candidate_of(right, key[0]), *key[1:], cases) for key, cases in seen.items()
+    }
     print(json.dumps(found, indent=1))
 
 
